@@ -70,7 +70,9 @@ def _help() -> str:
 
 def _nearest(word: str) -> str:
     close = get_close_matches(word, COMMANDS, n=1)
-    return f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+    if close:
+        return f"did you mean {close[0]}?"
+    return f"there are {', '.join(COMMANDS)}"
 
 
 if __name__ == "__main__":

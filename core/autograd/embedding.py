@@ -49,7 +49,9 @@ def _sum_so_far(parameter: Parameter) -> Tensor | None:
     if main_grad is not None or grad is None or grad.layout is not torch.strided:
         return main_grad
     # in 16 bits a row that many tokens share would be rounded once for each of them
-    return grad if grad.dtype in (torch.float32, torch.float64) else None
+    if grad.dtype in (torch.float32, torch.float64):
+        return grad
+    return None
 
 
 class _EmbeddingThunk:
@@ -67,9 +69,10 @@ class _EmbeddingThunk:
         return self._local_ids, self._gy
 
     def run(self) -> None:
-        gy = (
-            self._gy if self._comm.before_backward is None else self._comm.before_backward(self._gy)
-        )
+        if self._comm.before_backward is None:
+            gy = self._gy
+        else:
+            gy = self._comm.before_backward(self._gy)
         gradient = _add_rows(self.parameter, self._local_ids, gy, self._is_full_table)
         if gradient is not None:
             accumulate(self.parameter, gradient)

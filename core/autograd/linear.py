@@ -28,7 +28,9 @@ def _multiply(x: Tensor, matrix: Tensor, flat_bias: Tensor | None, comm: Comm) -
     if comm.after_forward is None:
         return F.linear(x, matrix, flat_bias)
     y = comm.after_forward(F.linear(x, matrix))
-    return y if flat_bias is None else y.add_(flat_bias)
+    if flat_bias is None:
+        return y
+    return y.add_(flat_bias)
 
 
 class _DeferredLinear(torch.autograd.Function):

@@ -58,7 +58,9 @@ def _multiplies_into_float32(device_type: str) -> bool:
 
 def matrix_of(weight: Tensor) -> Tensor:
     """[o..., i] -> [o, i]."""
-    return weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])
+    if weight.dim() == 2:
+        return weight
+    return weight.view(-1, weight.shape[-1])
 
 
 def weight_gradient(parameter: Parameter, x: Tensor, gy: Tensor) -> Tensor | None:

@@ -78,7 +78,9 @@ def _proxy_class_of(module: nn.Module) -> Callable[[nn.Module], _DeferringProxy]
             module.scale_grad_by_freq or None,
             module.sparse or None,
         )
-        return _EmbeddingProxy if options == (None,) * 4 else None
+        if options == (None,) * 4:
+            return _EmbeddingProxy
+        return None
     return None
 
 

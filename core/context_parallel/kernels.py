@@ -20,7 +20,9 @@ _aten: Any = torch.ops.aten
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which blocks are merged."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    return torch.float32
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, bias: Tensor | None, scale: float) -> Tensor:
@@ -31,7 +33,9 @@ def _scores(q: Tensor, k: Tensor, causal: bool, bias: Tensor | None, scale: floa
     if causal:
         later = torch.ones(q.shape[2], t, dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
-    return scores if bias is None else scores + bias[:, :, None]
+    if bias is None:
+        return scores
+    return scores + bias[:, :, None]
 
 
 def plain_forward(
@@ -165,7 +169,9 @@ def _efficient_backward(
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
     """Key or value heads as many as query heads: this kernel knows no groups."""
-    return x.repeat_interleave(q.shape[1] // x.shape[1], 1) if x.shape[1] != q.shape[1] else x
+    if x.shape[1] != q.shape[1]:
+        return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+    return x
 
 
 def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:

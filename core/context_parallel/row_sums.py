@@ -129,11 +129,10 @@ class _Sums(Follower):
         elif isinstance(outcome, Finding):
             self._tell_if_used(outcome, result)
         elif isinstance(outcome, str):
-            numbers = (
-                inputs[0].isnan().logical_not().sum().item()
-                if name == "nanmean"
-                else inputs[0].numel()
-            )
+            if name == "nanmean":
+                numbers = inputs[0].isnan().logical_not().sum().item()
+            else:
+                numbers = inputs[0].numel()
             is_mean = name in ("mean", "nanmean") and isinstance(result, Tensor)
             self._compare_later(result, numbers / max(result.numel(), 1) if is_mean else 1.0)
         elif isinstance(outcome, (int, float)):
@@ -230,14 +229,14 @@ def _selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
     if name not in ("getitem", "masked_select", "index_select") or not isinstance(x, SplitTensor):
         return None
     if name == "masked_select":
-        return [(result, _own_rows(result))] if split_axes.is_split(x.axes) else None
+        if split_axes.is_split(x.axes):
+            return [(result, _own_rows(result))]
+        return None
     index = args[1]
     if name == "index_select":
-        return (
-            [(result, (*_own_rows(result), *x.axes[1:]))]
-            if index == 0 and split_axes.is_split(x.axes, [0])
-            else None
-        )
+        if index == 0 and split_axes.is_split(x.axes, [0]):
+            return [(result, (*_own_rows(result), *x.axes[1:]))]
+        return None
     if (
         isinstance(index, tuple)
         and index
@@ -254,7 +253,9 @@ def _selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
         by_number = split_axes.is_split(x.axes, numbered) and not any(
             i is None or i is Ellipsis for i in index
         )
-        return Finding("cut", name, tuple(x.shape)) if by_number else None
+        if by_number:
+            return Finding("cut", name, tuple(x.shape))
+        return None
     if not isinstance(index, Tensor):
         return None
     dims = index.dim() if index.dtype is torch.bool else 1
@@ -294,4 +295,6 @@ def _lost(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Follow
         return x.numel() / x.shape[class_dim]
     kept = target[target != kwargs.get("ignore_index", -100)]
     weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-    return float(weight[kept].sum()) if weight is not None else float(kept.numel())
+    if weight is not None:
+        return float(weight[kept].sum())
+    return float(kept.numel())

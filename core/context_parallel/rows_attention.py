@@ -135,7 +135,9 @@ class Gradients:
                 target = slice(keys.start - block.keys.start, keys.stop - block.keys.start)
                 sums[0][:, :, target] += dk
                 sums[1][:, :, target] += dv
-        return (dk, dv) if sums is None else (sums[0].to(k.dtype), sums[1].to(v.dtype))
+        if sums is None:
+            return (dk, dv)
+        return (sums[0].to(k.dtype), sums[1].to(v.dtype))
 
     def _add_queries(self, queries: slice, dq: Tensor, *, own: bool) -> None:
         q = self._q

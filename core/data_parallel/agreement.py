@@ -102,11 +102,10 @@ class Agreement:
         if len(rows) == 1:
             return
         numbers = torch.stack(list(rows))[:, -len(_HOLDERS) :].t()
-        first = (
-            self._first
-            if len(rows) == self._first.shape[1]
-            else torch.zeros_like(self._first[:, : len(rows)])
-        )
+        if len(rows) == self._first.shape[1]:
+            first = self._first
+        else:
+            first = torch.zeros_like(self._first[:, : len(rows)])
         differs = numbers != numbers.gather(1, first)
         if reading_waits(
             self._ps.device

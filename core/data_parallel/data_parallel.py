@@ -363,12 +363,16 @@ class DataParallel(GradSync):
     @property
     def replicas(self) -> int:
         """What gradients are to be divided by for the mean over replicas."""
-        return 1 if self.averaged else self.ps.size("dp-cp")
+        if self.averaged:
+            return 1
+        return self.ps.size("dp-cp")
 
     @property
     def default_divisor(self) -> int:
         """What gradients are divided by where nobody says it: an executor's sums by 1, as in one process."""
-        return 1 if self._gradient_sums.has_executor else self.replicas
+        if self._gradient_sums.has_executor:
+            return 1
+        return self.replicas
 
     @property
     def finished(self) -> bool:

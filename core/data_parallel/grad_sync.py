@@ -280,11 +280,10 @@ class GradientSums:
         try:
             is_counted = round_.counts_now(buffer)
         except LookupError:
-            calls = (
-                f", {self._backward_passes} backward calls per step"
-                if self._backward_passes
-                else ""
-            )
+            if self._backward_passes:
+                calls = f", {self._backward_passes} backward calls per step"
+            else:
+                calls = ""
             raise RuntimeError(
                 f"{slot.name} had one more contribution after its bucket was summed (one per backward was expected"
                 f"{calls}); use overlap=False, or say how many backward calls make a step (backward_passes)"

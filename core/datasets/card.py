@@ -84,7 +84,9 @@ def _content(prefix: str | Path) -> bytes:
     """The bytes of `prefix.json`; empty if there is none, or one too large for a card."""
     try:
         with card_path(prefix).open("rb") as file:
-            return file.read() if os.fstat(file.fileno()).st_size <= _LARGEST_CARD else b""
+            if os.fstat(file.fileno()).st_size <= _LARGEST_CARD:
+                return file.read()
+            return b""
     except FileNotFoundError:
         return b""
 

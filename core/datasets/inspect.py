@@ -87,11 +87,10 @@ def text(values: dict[str, Any]) -> str:
         "files": f".bin {values['bin_bytes']:,} bytes, .idx {values['idx_bytes']:,} bytes",
     }
     if documents["looked_at"]:
-        hint = (
-            ""
-            if documents["looked_at"] == values["documents"]
-            else f" (of {documents['looked_at']:,} sampled)"
-        )
+        if documents["looked_at"] == values["documents"]:
+            hint = ""
+        else:
+            hint = f" (of {documents['looked_at']:,} sampled)"
         lines["lengths"] = (
             f"shortest {documents['shortest']:,}{hint}, longest {documents['longest']:,}{hint}, "
             f"mean {documents['mean']:.1f} tokens"

@@ -93,7 +93,9 @@ def draws(start: int, stop: int, num_samples: int, *, seed: int) -> Ids:
         ids = block[position % _BLOCK :][: stop - start]
         drawn.append(ids)
         start += len(ids)
-    return np.concatenate(drawn) if drawn else np.zeros(0, np.int64)
+    if drawn:
+        return np.concatenate(drawn)
+    return np.zeros(0, np.int64)
 
 
 @lru_cache(maxsize=64)

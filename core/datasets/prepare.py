@@ -180,7 +180,9 @@ def report(corpus: CorpusFiles) -> str:
 
 
 def _size_text(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.1f} MB" if nbytes >= 1e5 else f"{nbytes} B"
+    if nbytes >= 1e5:
+        return f"{nbytes / 1e6:.1f} MB"
+    return f"{nbytes} B"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -199,11 +201,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted, nothing was written", file=sys.stderr)
         return 130
     except OSError as error:
-        space = (
-            f" (no space for {options.output}; nothing was written)"
-            if error.errno in _NO_SPACE
-            else ""
-        )
+        if error.errno in _NO_SPACE:
+            space = f" (no space for {options.output}; nothing was written)"
+        else:
+            space = ""
         print(f"error: {error}{space}", file=sys.stderr)
         return 1
     except (ValueError, ImportError) as error:

@@ -182,4 +182,6 @@ def _nearest_boundary(file: TokenFile, fraction: float) -> int:
     # the token lies in this document: its beginning or that of the next one is nearest
     before = file.document_at(token)
     below, above = token - file.document_start(before), file.document_start(before + 1) - token
-    return before if below <= above else before + 1
+    if below <= above:
+        return before
+    return before + 1

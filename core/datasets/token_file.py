@@ -187,11 +187,15 @@ class TokenFile:
     def answers(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Which of `tokens(start, stop)` are answers'; all of them in a file that marks none."""
         size = self.tokens(start, stop).size
-        return self._tokens[start:stop] < 0 if self.marks_answers else np.ones(size, np.bool_)
+        if self.marks_answers:
+            return self._tokens[start:stop] < 0
+        return np.ones(size, np.bool_)
 
     def _plain(self, stored: Array) -> Array:
         """Tokens without their marks."""
-        return np.where(stored < 0, ~stored, stored) if self.marks_answers else stored
+        if self.marks_answers:
+            return np.where(stored < 0, ~stored, stored)
+        return stored
 
     def document(self, number: int) -> Array:
         """The tokens of one document: a read-only view `[length]`.

@@ -101,7 +101,9 @@ def _diff(options: argparse.Namespace) -> int:
     a, b = (StoredCheckpoint.open(find(path)) for path in (options.a, options.b))
     lines = list(differences(a, b))
     say(lines or f"the same: {len(a.keys)} arrays, {len(a.objects)} objects")
-    return 1 if lines else 0
+    if lines:
+        return 1
+    return 0
 
 
 def _reshard(options: argparse.Namespace) -> int:

@@ -380,11 +380,10 @@ class CheckpointManager:
             except (DamagedCheckpoint, FileNotFoundError) as error:
                 problems[step] = f"step {step}: {error}"
             steps = from_first(self.steps, self.ps)
-            next_try = (
-                "is damaged, falling back to the one before"
-                if step in steps
-                else "was removed, looking again"
-            )
+            if step in steps:
+                next_try = "is damaged, falling back to the one before"
+            else:
+                next_try = "was removed, looking again"
             log.warning("checkpoint %s %s: %s", step_name(step), next_try, problems[step])
             if len(problems.keys() - set(steps)) > _MAX_REMOVED_STEPS:
                 break

@@ -21,7 +21,9 @@ class Averages:
     @staticmethod
     def average_kinds(config: OptimizerConfig) -> tuple[str, ...]:
         """The kinds of state that the average adds to each parameter."""
-        return (EMA,) if config.ema_decay else ()
+        if config.ema_decay:
+            return (EMA,)
+        return ()
 
     def _begin_average(self, state_buffers: Sequence[StateBuffer], decay: float) -> None:
         self._average = WeightAverage(state_buffers, decay) if decay else None

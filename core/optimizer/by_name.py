@@ -53,4 +53,6 @@ def groups_by_name(config: OptimizerConfig, names: Iterable[str]) -> list[dict[s
 
 def _last_match(table: Mapping[str, Any], name: str) -> str | None:
     matching = [pattern for pattern in table if fnmatchcase(name, pattern)]
-    return matching[-1] if matching else None
+    if matching:
+        return matching[-1]
+    return None

@@ -30,7 +30,9 @@ def _as_list(parameters: Parameters) -> list[Tensor]:
     if isinstance(parameters, nn.Module):
         keep_layouts(parameters)
         return list(parameters.parameters())
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if isinstance(parameters, Tensor):
+        return [parameters]
+    return list(parameters)
 
 
 def _held(parameters: Sequence[Tensor]) -> list[ParameterSlot]:

@@ -194,7 +194,9 @@ class OptimizerConfig:
         """`momentum`, or what the optimizer begins with where that is None."""
         if self.momentum is not None:
             return self.momentum
-        return 0.95 if self.optimizer == "muon" else 0.9
+        if self.optimizer == "muon":
+            return 0.95
+        return 0.9
 
     @property
     def state_kinds(self) -> tuple[str, ...]:

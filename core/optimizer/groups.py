@@ -164,7 +164,9 @@ class Groups:
         if not self.rates_from_outside:  # the schedule's own rates are no change
             pairs = zip(self._first_state, state, strict=True)
             expected = [{**first, "lr": current["lr"]} for first, current in pairs]
-        return state if state != expected else []
+        if state != expected:
+            return state
+        return []
 
     def state(self) -> list[dict[str, Any]]:
         """The options of each group, for a checkpoint; numbers only."""
@@ -208,7 +210,9 @@ def _plain(value: Any) -> Any:
     """A number for a tensor, a list for a tuple: what JSON keeps."""
     if isinstance(value, Tensor):
         return value.item()
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(value)
+    return value
 
 
 def _member_names(stated: Mapping[str, Any], named: Mapping[str, Any], number: int) -> list[str]:

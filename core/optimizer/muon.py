@@ -78,7 +78,9 @@ class ShardedMuon(ShardedOptimizer):
 
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
         """momentum_buffer of hidden matrices, Adam's two moments of others."""
-        return ("momentum_buffer",) if self.hidden(name, layout) else ("exp_avg", "exp_avg_sq")
+        if self.hidden(name, layout):
+            return ("momentum_buffer",)
+        return ("exp_avg", "exp_avg_sq")
 
     def fused(self, name: str, layout: Layout) -> bool:
         """All but hidden matrices."""

@@ -23,4 +23,6 @@ class ShardedSGD(ShardedOptimizer):
 
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:
         """The momentum, if there is one."""
-        return ("momentum_buffer",) if self.config.first_momentum else ()
+        if self.config.first_momentum:
+            return ("momentum_buffer",)
+        return ()

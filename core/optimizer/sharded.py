@@ -167,7 +167,9 @@ class ShardedOptimizer(Averages, TorchFace):
 
         Nothing scales a loss for you: until somebody has read this, `step` takes gradients as they are.
         """
-        return 1.0 if self._scaler is None else self._scaler.read()
+        if self._scaler is None:
+            return 1.0
+        return self._scaler.read()
 
     # the step
 
@@ -198,7 +200,9 @@ class ShardedOptimizer(Averages, TorchFace):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         stats = self._one_step(num_tokens, loss_scale)
-        return stats if closure is None else loss
+        if closure is None:
+            return stats
+        return loss
 
     def _one_step(
         self, num_tokens: float | Tensor | None, loss_scale: float | Tensor | None

@@ -112,7 +112,9 @@ class ParallelConfig:
     @property
     def ulysses_ranks(self) -> int:
         """Context ranks that exchange heads; 1: none do."""
-        return self.context if self.cp_comm_type == "a2a" else self.ulysses or 1
+        if self.cp_comm_type == "a2a":
+            return self.context
+        return self.ulysses or 1
 
     @property
     def model_ranks(self) -> int:
@@ -133,11 +135,10 @@ class ParallelConfig:
         ranks = self.model_ranks
         next_smaller = world // ranks * ranks
         nearest = f"{next_smaller} or {next_smaller + ranks}" if next_smaller else f"{ranks}"
-        others = (
-            world // self.pipeline // self.context
-            if world % (self.pipeline * self.context) == 0
-            else 0
-        )
+        if world % (self.pipeline * self.context) == 0:
+            others = world // self.pipeline // self.context
+        else:
+            others = 0
         remedy = f"; with {world} ranks tensor may be {_listed(divisors(others))}" if others else ""
         yield (
             world % ranks == 0,

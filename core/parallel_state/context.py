@@ -76,7 +76,9 @@ class ContextRows:
         if self.size == 1:
             return tensor
         parts = [tensor.narrow(dim, run.start, len(run)) for run in self.runs(tensor.shape[dim])]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim)
 
     def rows(self, s: int) -> Tensor:
         """The same as numbers, int64 [s/cp] on the CPU."""

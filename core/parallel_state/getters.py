@@ -8,7 +8,9 @@ from core.parallel_state.current import current_state
 
 def _group(name: str) -> Any:
     """A torch ProcessGroup of exactly the right ranks, one or more; None without torch.distributed."""
-    return current_state().torch_group(name).process_group if is_initialized() else None
+    if is_initialized():
+        return current_state().torch_group(name).process_group
+    return None
 
 
 def get_tensor_model_parallel_world_size() -> int:
@@ -62,7 +64,9 @@ def is_pipeline_last_stage() -> bool:
 
 
 def _data(with_context_parallel: bool) -> str:
-    return "dp-cp" if with_context_parallel else "dp"
+    if with_context_parallel:
+        return "dp-cp"
+    return "dp"
 
 
 def get_data_parallel_world_size(with_context_parallel: bool = False) -> int:

@@ -91,7 +91,9 @@ class Grid:
         if group == "embedding":
             stages = self._vary(rank, ("pp",))
             ends = (stages[0], stages[-1]) if len(stages) > 1 else stages
-            return ends if rank in ends else (rank,)
+            if rank in ends:
+                return ends
+            return (rank,)
         if group in ("ep", "edp"):
             coordinate = self.coordinate(rank)
             block, ep = self._stage_ranks(coordinate["pp"]), self.sizes["ep"]

@@ -121,7 +121,9 @@ def set_layout(parameter: Tensor, layout: Layout) -> None:
 def layout_of(parameter: Tensor) -> Layout:
     """The layout of a parameter; one without (a foreign module's) is replicated everywhere."""
     layout = getattr(parameter, "parallel_layout", None)
-    return layout if layout is not None else Layout(tuple(parameter.shape))
+    if layout is not None:
+        return layout
+    return Layout(tuple(parameter.shape))
 
 
 def has_layout(parameter: Tensor) -> bool:

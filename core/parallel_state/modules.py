@@ -28,7 +28,9 @@ class Stack:
     @classmethod
     def of(cls, layers: "int | Stack") -> "Stack":
         """A number of layers of one kind as a `Stack`."""
-        return layers if isinstance(layers, Stack) else cls(layers)
+        if isinstance(layers, Stack):
+            return layers
+        return cls(layers)
 
     def having(self, name: str, layer: int) -> tuple[int, ...]:
         """The numbers of the layers that have parameter `name` (`mlp.linear_fc1.weight`) of layer `layer`."""
@@ -42,9 +44,9 @@ def modules_of(modules: Modules) -> dict[int, nn.Module]:
     """stage (or position) -> module, ascending."""
     if isinstance(modules, nn.Module):
         return {0: modules}
-    return (
-        dict(sorted(modules.items())) if isinstance(modules, Mapping) else dict(enumerate(modules))
-    )
+    if isinstance(modules, Mapping):
+        return dict(sorted(modules.items()))
+    return dict(enumerate(modules))
 
 
 def named_parameters(modules: Modules) -> Iterator[tuple[str, Parameter]]:

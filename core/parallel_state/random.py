@@ -40,7 +40,9 @@ def chosen_seed(default: int) -> int:
     """
     torch_seed = torch.initial_seed()
     # torch draws 64 bits where nobody seeds; a seed that a program chose is nearly always shorter
-    return mix32("chosen", torch_seed) if torch_seed < 2**32 else default
+    if torch_seed < 2**32:
+        return mix32("chosen", torch_seed)
+    return default
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -57,7 +59,9 @@ def default_generator(device: torch.device) -> torch.Generator:
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Every generator that code on a device may draw from: its own, and the CPU's."""
     device_generator, cpu = default_generator(device), torch.default_generator
-    return [cpu] if device_generator is cpu else [cpu, device_generator]
+    if device_generator is cpu:
+        return [cpu]
+    return [cpu, device_generator]
 
 
 @contextmanager

@@ -36,9 +36,10 @@ class Spread:
     def check(self, name: str, parameter: Tensor) -> None:
         """Raise ValueError for a parameter of another shape."""
         if tuple(parameter.shape) != self.shape:
-            origin = (
-                f"this rank's part of {list(self.layout.shape)}" if self.is_sharded else "built"
-            )
+            if self.is_sharded:
+                origin = f"this rank's part of {list(self.layout.shape)}"
+            else:
+                origin = "built"
             raise ValueError(
                 f"{name} is {list(self.shape)}, {origin}, and cannot be replaced by {list(parameter.shape)}; give "
                 "every rank its own part (whole tensors: dist_checkpointing.load), or build the model with the new "
@@ -141,4 +142,6 @@ class SpreadModule(nn.Module):
 def building_device(device: torch.device) -> torch.device:
     """Where parameters are made: `meta` inside `with torch.device("meta")`, else `device`."""
     default = torch.get_default_device()
-    return default if default.type == "meta" else device
+    if default.type == "meta":
+        return default
+    return device

@@ -109,12 +109,16 @@ class ParallelState:
     def size(self, name: str) -> int:
         """Ranks along an axis or in a combined group."""
         group = self.group(name)
-        return group.size if group is not None else 1
+        if group is not None:
+            return group.size
+        return 1
 
     def index(self, name: str) -> int:
         """This rank's position along an axis or in a combined group."""
         group = self.group(name)
-        return group.rank if group is not None else 0
+        if group is not None:
+            return group.rank
+        return 0
 
     def pipeline_neighbours(self) -> tuple[int, int]:
         """Global ranks of (previous, next) pipeline stage, cyclic."""
@@ -124,7 +128,9 @@ class ParallelState:
 
     @property
     def _timeout_s(self) -> float:
-        return self.world.timeout.total_seconds() if self.world is not None else DEFAULT_TIMEOUT_S
+        if self.world is not None:
+            return self.world.timeout.total_seconds()
+        return DEFAULT_TIMEOUT_S
 
     @property
     def is_first_stage(self) -> bool:
@@ -173,7 +179,9 @@ class ParallelState:
             self._alone[name] = Group(
                 name, (self.rank,), 0, alone, timedelta(seconds=DEFAULT_TIMEOUT_S)
             )
-        return group if group is not None else self._alone[name]
+        if group is not None:
+            return group
+        return self._alone[name]
 
     def connect(self, links: Iterable[tuple[int, int]]) -> dict[tuple[int, int], Group]:
         """Groups for messages from one global rank to another, one per (sender, receiver); made once, then kept.

@@ -37,7 +37,9 @@ class Simulation:
     @property
     def over_ideal(self) -> float:
         """Step over ideal, 1 or more."""
-        return self.played.makespan / self.ideal if self.ideal else 1.0
+        if self.ideal:
+            return self.played.makespan / self.ideal
+        return 1.0
 
     def fits(self, memory_limit: float | None) -> bool:
         """Whether every rank stays within the limit."""

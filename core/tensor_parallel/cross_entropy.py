@@ -32,7 +32,9 @@ def _chunks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Of what is summed over the vocabulary."""
-    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+    if dtype in (torch.float32, torch.float64):
+        return dtype
+    return torch.float32
 
 
 def _exponentials(logits: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

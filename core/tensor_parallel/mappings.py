@@ -40,11 +40,9 @@ def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(function)
     def call(x: Tensor, group: Group | None, *args: Any, **options: Any) -> Tensor:
         breaks_graph = group is not None and torch.compiler.is_compiling()
-        return (
-            without_compiler(x, group, *args, **options)
-            if breaks_graph
-            else function(x, group, *args, **options)
-        )
+        if breaks_graph:
+            return without_compiler(x, group, *args, **options)
+        return function(x, group, *args, **options)
 
     return call
 
@@ -190,31 +188,41 @@ class _SumGradient(torch.autograd.Function):
 @outside_graphs
 def copy_to_tensor_region(x: Tensor, group: Group | None) -> Tensor:
     """Identity forward; backward all-reduces over `group`. Shape unchanged."""
-    return x if group is None else _Copy.apply(x, group)
+    if group is None:
+        return x
+    return _Copy.apply(x, group)
 
 
 @outside_graphs
 def reduce_from_tensor_region(x: Tensor, group: Group | None) -> Tensor:
     """All-reduce over `group` forward; identity backward. Shape unchanged."""
-    return x if group is None else _Reduce.apply(x, group)
+    if group is None:
+        return x
+    return _Reduce.apply(x, group)
 
 
 @outside_graphs
 def scatter_to_tensor_region(x: Tensor, group: Group | None) -> Tensor:
     """[..., h] the same on every rank -> [..., h/tp], this rank's columns; backward all-gathers."""
-    return x if group is None else _Scatter.apply(x, group)
+    if group is None:
+        return x
+    return _Scatter.apply(x, group)
 
 
 @outside_graphs
 def gather_from_tensor_region(x: Tensor, group: Group | None) -> Tensor:
     """[..., h/tp] -> [..., h] by all-gather; backward takes this rank's columns."""
-    return x if group is None else _Gather.apply(x, group)
+    if group is None:
+        return x
+    return _Gather.apply(x, group)
 
 
 @outside_graphs
 def scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
     """[s, b, h] the same on every rank -> [s/tp, b, h]; backward all-gathers."""
-    return x if group is None else _ScatterSequence.apply(x, group)
+    if group is None:
+        return x
+    return _ScatterSequence.apply(x, group)
 
 
 @outside_graphs
@@ -226,13 +234,17 @@ def gather_from_sequence_region(
     Backward reduce-scatters when a tensor region follows (each rank's gradient is a partial sum), else
     takes this rank's rows.
     """
-    return x if group is None else _GatherSequence.apply(x, group, to_tensor_region)
+    if group is None:
+        return x
+    return _GatherSequence.apply(x, group, to_tensor_region)
 
 
 @outside_graphs
 def reduce_scatter_to_sequence_region(x: Tensor, group: Group | None) -> Tensor:
     """[s, b, h], a partial sum on each rank -> [s/tp, b, h]; backward all-gathers."""
-    return x if group is None else _ReduceScatterSequence.apply(x, group)
+    if group is None:
+        return x
+    return _ReduceScatterSequence.apply(x, group)
 
 
 def dropout_in_tensor_region(
@@ -258,7 +270,9 @@ def sum_gradient(weight: Parameter, group: Group | None) -> Tensor:
     For replicated parameters applied to sequence shards, in plain use. With a `main_grad` the sum is left to
     its owner, once per step (`Layout.partial` says that it is needed).
     """
-    return weight if group is None else _SumGradient.apply(weight, group)
+    if group is None:
+        return weight
+    return _SumGradient.apply(weight, group)
 
 
 def full_tensor(
@@ -292,7 +306,9 @@ def full_tensor(
         else:
             whole = gather_from_tensor_region(moved, group)
         full = whole.transpose(dim, -1)
-    return full if not layout.padding else full[tuple(slice(0, size) for size in layout.shape)]
+    if not layout.padding:
+        return full
+    return full[tuple(slice(0, size) for size in layout.shape)]
 
 
 def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:

@@ -64,12 +64,16 @@ class Placement:
     @property
     def tp(self) -> int:
         """Ranks of the group."""
-        return 1 if self.group is None else self.group.size
+        if self.group is None:
+            return 1
+        return self.group.size
 
     @property
     def rank(self) -> int:
         """This rank's index in the group."""
-        return 0 if self.group is None else self.group.rank
+        if self.group is None:
+            return 0
+        return self.group.rank
 
     @property
     def splits_sequence(self) -> bool:
@@ -79,7 +83,9 @@ class Placement:
     @property
     def sequence_partial(self) -> frozenset[str]:
         """`Layout.partial` of a replicated parameter applied to sequence shards: each rank saw 1/tp of the tokens."""
-        return frozenset({"tp"}) if self.sequence_parallel else frozenset()
+        if self.sequence_parallel:
+            return frozenset({"tp"})
+        return frozenset()
 
     def parameter(
         self, layout: Layout, init: Init, sizes: Mapping[str, int] | None = None

@@ -320,7 +320,9 @@ def _unlike_rank(numbers: Tensor, group: Group, tolerance: float) -> int | None:
     sizes = gathered[..., 0].amax(0).clamp(min=1e-300)
     is_close = (gathered - gathered[0]).abs().amax(2) <= tolerance * sizes
     unlike = ~(is_close | ~sizes.isfinite()).all(1)
-    return int(unlike.nonzero()[0]) if unlike.any() else None
+    if unlike.any():
+        return int(unlike.nonzero()[0])
+    return None
 
 
 def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | None) -> None:

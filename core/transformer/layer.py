@@ -140,4 +140,6 @@ class TransformerBlock(nn.Module):
             x = layer(
                 x, attention_mask, rotary[int(number)] if isinstance(rotary, list) else rotary
             )
-        return x if self.final_layernorm is None else self.final_layernorm(x)
+        if self.final_layernorm is None:
+            return x
+        return self.final_layernorm(x)

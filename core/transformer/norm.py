@@ -17,7 +17,9 @@ from core.transformer.spec import Build
 
 def _to_float32(x: Tensor) -> Tensor:
     """Float32 at least: one conversion is cheaper than operations on mixed dtypes."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    if x.dtype in (torch.float32, torch.float64):
+        return x
+    return x.float()
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -27,11 +29,10 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         torch.float32,
         torch.float64,
     )  # of a new token conversions count
-    wide = (
-        x.dtype
-        if alike
-        else torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
-    )
+    if alike:
+        wide = x.dtype
+    else:
+        wide = torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
     x32, weight32 = (x, weight) if alike else (x.to(wide), weight.to(wide))
     mean_square = torch.linalg.vecdot(x32, x32).unsqueeze(-1)
     inverse_rms = mean_square.div_(x.shape[-1]).add_(eps).rsqrt_()
@@ -87,7 +88,9 @@ class _Norm(SpreadModule):
     def scale(self) -> Tensor:
         """What normalised values are multiplied by: the weight, or 1 + weight in float32 at least."""
         weight = self.weight if self.group is None else sum_gradient(self.weight, self.group)
-        return 1 + _to_float32(weight) if self.zero_centered else weight
+        if self.zero_centered:
+            return 1 + _to_float32(weight)
+        return weight
 
     def extra_repr(self) -> str:
         return f"{self.shape[0]}, eps={self.eps}"

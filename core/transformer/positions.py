@@ -32,11 +32,10 @@ class LearnedPositions(SpreadModule):
     def forward(self, s: int, position_ids: Tensor | None) -> Tensor:
         """position_ids [b, s] (None: 0 .. s-1) -> [s, b or 1, h], this rank's rows under sequence parallelism."""
         weight = self.weight
-        ids = (
-            torch.arange(s, device=weight.device)[:, None]
-            if position_ids is None
-            else position_ids.t()
-        )
+        if position_ids is None:
+            ids = torch.arange(s, device=weight.device)[:, None]
+        else:
+            ids = position_ids.t()
         if self.group is None:
             return F.embedding(ids, weight)
         return F.embedding(sequence_shard(ids, self.group), sum_gradient(weight, self.group))

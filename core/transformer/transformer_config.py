@@ -228,11 +228,9 @@ class TransformerConfig:
     @property
     def head_size(self) -> int:
         """Elements of one head."""
-        return (
-            self.kv_channels
-            if self.kv_channels is not None
-            else self.hidden_size // self.num_attention_heads
-        )
+        if self.kv_channels is not None:
+            return self.kv_channels
+        return self.hidden_size // self.num_attention_heads
 
     @property
     def ffn(self) -> int:
@@ -243,7 +241,9 @@ class TransformerConfig:
     @property
     def moe_ffn(self) -> int:
         """Width of one expert."""
-        return self.ffn if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+        if self.moe_ffn_hidden_size is None:
+            return self.ffn
+        return self.moe_ffn_hidden_size
 
     @property
     def balances_experts(self) -> bool:
@@ -282,4 +282,6 @@ class TransformerConfig:
 def _near(hidden: int, heads: int) -> str:
     heads = max(1, heads)  # another rule refuses fewer than one
     below = hidden // heads * heads
-    return f"{below} or {below + heads}" if below else str(heads)
+    if below:
+        return f"{below} or {below + heads}"
+    return str(heads)

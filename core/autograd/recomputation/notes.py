@@ -113,13 +113,17 @@ def note(make: Callable[[], tuple[Any, ...]], *, activation: bool = False) -> tu
     `recompute_keeps` says so.
     """
     notes = _current.get()
-    return make() if notes is None else notes.take(make, activation=activation)
+    if notes is None:
+        return make()
+    return notes.take(make, activation=activation)
 
 
 def which_run() -> int:
     """1 or 2: the first or second run of a recomputed forward is under way; 0: an ordinary one, or none."""
     notes = _current.get()
-    return 0 if notes is None else 1 + notes.is_second
+    if notes is None:
+        return 0
+    return 1 + notes.is_second
 
 
 def notes_activations() -> bool:

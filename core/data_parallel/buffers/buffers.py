@@ -24,7 +24,9 @@ from core.parallel_state.state import ParallelState
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which gradients of `dtype` parameters are added up: float32 at least."""
-    return torch.float32 if dtype.itemsize < 4 else dtype
+    if dtype.itemsize < 4:
+        return torch.float32
+    return dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,11 +139,9 @@ class Buffer(Weights):
     def take(self, index: int) -> Tensor:
         """The gradient of parameter `index`, to be added to."""
         self._was_added_to[index] = True
-        return (
-            self._begin_overwrite(index).zero_()
-            if self._is_empty[index]
-            else self._full_gradients[index]
-        )
+        if self._is_empty[index]:
+            return self._begin_overwrite(index).zero_()
+        return self._full_gradients[index]
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add to the gradient of parameter `index`."""

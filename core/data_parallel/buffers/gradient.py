@@ -159,7 +159,9 @@ class ParameterSlot:
 
     def local_gradient(self) -> Tensor:
         """The live elements that this rank updates; all of them, if the full gradient was fetched."""
-        return local_gradient_of(self) if self.fetched is None else self.fetched
+        if self.fetched is None:
+            return local_gradient_of(self)
+        return self.fetched
 
     def scale(self, factor: Tensor) -> None:
         """Multiply the gradient by a number that is the same on all ranks: each rank's elements."""
@@ -250,7 +252,9 @@ class BucketGradient(Tensor):
         kwargs = kwargs or {}
         if func in ADDS and torch._C._current_graph_task_id() != -1 and type(args[0]) is cls:
             args[0].slot.contribute(args[1])  # autograd accumulates
-            return args[0] if func is aten.add_.Tensor else cls(args[0].slot)
+            if func is aten.add_.Tensor:
+                return args[0]
+            return cls(args[0].slot)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         ours = [leaf for leaf in leaves if type(leaf) is cls]
         for leaf in ours:
@@ -260,7 +264,9 @@ class BucketGradient(Tensor):
         if func is aten.detach_.default:
             return args[0]
         if func in ZEROES and all([leaf.slot.zero() for leaf in ours]):
-            return None if func is aten._foreach_zero_.default else args[0]
+            if func is aten._foreach_zero_.default:
+                return None
+            return args[0]
         if func not in ZEROES and func not in NORMS:
             ours[0].slot.sums.zeroed_by_hand.difference_update([leaf.slot for leaf in ours])
         ours[0].slot.request_values()
@@ -273,7 +279,9 @@ class BucketGradient(Tensor):
         if func in NORMS and _one_norm_per_tensor(func, args, kwargs):
             norms = global_norms(slots, args[1] if len(args) > 1 else 2)
             norms = [norm.to(leaf.dtype) for norm, leaf in zip(norms, ours, strict=True)]
-            return norms if func is aten._foreach_norm.Scalar else norms[0]
+            if func is aten._foreach_norm.Scalar:
+                return norms
+            return norms[0]
         if func in SCALES and isinstance(args[1], Tensor):
             _warn_of_pipeline_stages(ours[0].slot)
 
@@ -304,7 +312,9 @@ class BucketGradient(Tensor):
 def slot_of(parameter: Tensor) -> ParameterSlot | None:
     """Where a `DataParallel` keeps the gradient of a parameter; None of one that it does not hold."""
     owner = getattr(getattr(parameter, "take_main_grad", None), "__self__", None)
-    return owner if isinstance(owner, ParameterSlot) else None
+    if isinstance(owner, ParameterSlot):
+        return owner
+    return None
 
 
 def _warn_of_pipeline_stages(slot: ParameterSlot) -> None:
@@ -354,9 +364,10 @@ def fetch_all(slots: Iterable[ParameterSlot]) -> None:
             buffer, parameter = slot.buffer, slot.parameter
             if buffer.number not in flat_of:
                 divided = slot.divided_now
-                flat_of[buffer.number] = (
-                    all_gather(buffer.own_gradients, buffer.ranks) if divided else buffer.gradients
-                )
+                if divided:
+                    flat_of[buffer.number] = all_gather(buffer.own_gradients, buffer.ranks)
+                else:
+                    flat_of[buffer.number] = buffer.gradients
             lies_at = buffer.bucket.slots[slot.index]
             full = flat_of[buffer.number][lies_at.start : lies_at.stop].view(tuple(parameter.shape))
             slot.fetched = full.to(parameter.dtype, copy=True)

@@ -64,4 +64,6 @@ def _combine_norms(norms: Sequence[Tensor], order: float, group: Group) -> Tenso
     if order == float("inf"):
         return all_reduce(stacked, group, "max")
     total = all_reduce(stacked**order, group)
-    return total.sqrt() if order == 2 else total ** (1 / order)
+    if order == 2:
+        return total.sqrt()
+    return total ** (1 / order)

@@ -82,9 +82,10 @@ class Weights:
             for view, parameter in zip(self._full_weights, self.parameters, strict=True):
                 if not on_meta:
                     view.copy_(parameter)
-        self._placeholders = (
-            [nan_placeholder(p.detach()) for p in self.parameters] if self.stage == 3 else []
-        )
+        if self.stage == 3:
+            self._placeholders = [nan_placeholder(p.detach()) for p in self.parameters]
+        else:
+            self._placeholders = []
         self._parameter_tuple = tuple(self.parameters)
         self._classes = [type(p) for p in self.parameters]
         self._storage = Storage(flat)
@@ -241,7 +242,9 @@ class Weights:
     @property
     def versions(self) -> int:
         """A number that changes with what a program writes in place; 0 of weights that come and go."""
-        return sum(map(_version_of, self._parameter_tuple)) if self.whole_for_program else 0
+        if self.whole_for_program:
+            return sum(map(_version_of, self._parameter_tuple))
+        return 0
 
     @property
     def values(self) -> Tensor:

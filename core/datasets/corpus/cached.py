@@ -148,4 +148,6 @@ def _lock_name(prefix: Path) -> Path:
 def tokenizer_beside(prefix: str | Path) -> Path | None:
     """The tokenizer.json stored with a token file; None where tokens are bytes, or it is foreign."""
     path = tokenizer_path(prefix)
-    return path if path.is_file() else None
+    if path.is_file():
+        return path
+    return None

@@ -116,7 +116,9 @@ def _reusable(directory: Path, key: str) -> _Figures | None:
         num_tokens = [TokenFile(directory / side).num_tokens for side in ("train", "valid")]
     except (OSError, ValueError, TypeError, KeyError):  # missing, damaged or foreign: build it anew
         return None
-    return figures if num_tokens == [figures.train_tokens, figures.valid_tokens] else None
+    if num_tokens == [figures.train_tokens, figures.valid_tokens]:
+        return figures
+    return None
 
 
 def _build(

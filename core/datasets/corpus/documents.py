@@ -239,7 +239,9 @@ def _between_words(content: bytes, start: int, stop: int) -> int:
                 return line_end + 1
             second_best = max(second_best, line_end + 1)
         line_end = content.rfind(b"\n", start, line_end)
-    return second_best if second_best > 0 else _between_characters(content, start, stop)
+    if second_best > 0:
+        return second_best
+    return _between_characters(content, start, stop)
 
 
 def _between_characters(content: bytes, start: int, stop: int) -> int:

@@ -185,7 +185,9 @@ def _unreadable(content: bytes) -> str | None:
         text = content.decode()
     except UnicodeDecodeError:
         return "undecodable files"
-    return None if text.strip() else "empty documents"
+    if text.strip():
+        return None
+    return "empty documents"
 
 
 def _parquet(source: TextSource, text_key: str) -> Iterator[TextChunk]:

@@ -165,4 +165,6 @@ def _source(
     if suffix == ".parquet":
         return TextSource(path, name, "parquet", size)
     matches = any(fnmatch.fnmatch(path.name, glob) or fnmatch.fnmatch(name, glob) for glob in globs)
-    return TextSource(path, name, "text", size) if named or matches or suffix in TEXT else None
+    if named or matches or suffix in TEXT:
+        return TextSource(path, name, "text", size)
+    return None

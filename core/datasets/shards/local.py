@@ -126,7 +126,8 @@ class LocalShards:
                 if not wait:
                     raise
                 time.sleep(_POLL_S)
-            except OSError:  # a folder that is read-only: nothing is removed there, and what cannot be fetched is told
+            except OSError:
+                # a folder that is read-only: nothing is removed there, and what cannot be fetched is told
                 lock = None
                 break
         try:

@@ -56,9 +56,10 @@ class Manifest:
         shards = []
         for prefix in prefixes:
             file = TokenFile(prefix)
-            hash_of_tokens = (
-                file.card.bin_hash if file.card is not None else sampled_hash(file_paths(prefix)[0])
-            )
+            if file.card is not None:
+                hash_of_tokens = file.card.bin_hash
+            else:
+                hash_of_tokens = sampled_hash(file_paths(prefix)[0])
             shards.append(Shard(Path(prefix).name, file.num_tokens, hash_of_tokens))
         return cls(tuple(shards))
 

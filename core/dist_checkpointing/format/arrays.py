@@ -82,7 +82,9 @@ class ArrayInfo:
     @property
     def cut_dim(self) -> int | None:
         """The dim that tensor ranks divide among them: not that of experts."""
-        return self.tp_dim if self.axis == "tp" else None
+        if self.axis == "tp":
+            return self.tp_dim
+        return None
 
     @property
     def itemsize(self) -> int:

@@ -64,7 +64,9 @@ def cell_of(info: ArrayInfo) -> tuple[int, ...]:
 
 def inner_shape(cell: tuple[int, ...]) -> tuple[int, ...] | None:
     """The inner chunks that a cell can be read in: at most 1 MiB each, contiguous in it. None: a cell up to 1 MiB."""
-    return _limited(cell, MIN) if prod(cell) > MIN else None
+    if prod(cell) > MIN:
+        return _limited(cell, MIN)
+    return None
 
 
 def cells(

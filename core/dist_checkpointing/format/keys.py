@@ -31,4 +31,6 @@ def check_key(key: str) -> None:
 def _escaped(name: str) -> str:
     text = quote(name, safe="", errors="surrogatepass").replace("~", "%7E")
     # zarr keeps names that begin with `__` for itself
-    return f"%5F{text[1:]}" if text.startswith("__") else text
+    if text.startswith("__"):
+        return f"%5F{text[1:]}"
+    return text

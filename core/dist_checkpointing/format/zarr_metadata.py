@@ -47,7 +47,9 @@ class Chunking:
     @property
     def unit(self) -> tuple[int, ...]:
         """The shape of what one checksum covers: it is read as a whole."""
-        return self.cell if self.inner is None else self.inner
+        if self.inner is None:
+            return self.cell
+        return self.inner
 
     @property
     def itemsize(self) -> int:
@@ -67,7 +69,9 @@ class Chunking:
     @property
     def index_bytes(self) -> int:
         """The length of a cell's index and its checksum, at the end of the file; 0 without inner chunks."""
-        return 0 if self.inner is None else INDEX_ENTRY_BYTES * self.units_per_cell + CRC_BYTES
+        if self.inner is None:
+            return 0
+        return INDEX_ENTRY_BYTES * self.units_per_cell + CRC_BYTES
 
     @property
     def max_file_bytes(self) -> int:
@@ -298,4 +302,6 @@ def _impossible_layers(rows: int, layers: Any, depth: Any) -> str | None:
 
 def _short(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 120 else text[:120] + "…"
+    if len(text) <= 120:
+        return text
+    return text[:120] + "…"

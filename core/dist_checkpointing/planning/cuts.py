@@ -94,7 +94,9 @@ def read_amplification(
             read_elements *= _rows_of_units(intervals, unit)
         needed += info.itemsize * readers * needed_elements
         read += info.itemsize * readers * read_elements
-    return read / needed if needed else 1.0
+    if needed:
+        return read / needed
+    return 1.0
 
 
 def _rows(intervals: Intervals) -> int:

@@ -285,9 +285,11 @@ def exchange(
     receive_bytes = [_message_bytes(transfers, arrays) for transfers in incoming]
     message = _packed(outgoing, sum(send_bytes), arrays, shards, device)
     received = all_to_all(message, group, send_rows=send_bytes, receive_rows=receive_bytes)
-    received = (
-        received if received.device.type == "cpu" else to_host(received)
-    )  # pinned: ten times as fast
+    # pinned: ten times as fast
+    if received.device.type == "cpu":
+        received = received
+    else:
+        received = to_host(received)
     del message  # its memory is free while the caller writes
     yield from _unpacked(received, incoming, arrays)
 

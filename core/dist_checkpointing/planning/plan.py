@@ -121,7 +121,9 @@ def plan_gathering(
     """
 
     def grid_of(info: ArrayInfo) -> tuple[int, ...]:
-        return (1, *info.shape[1:]) if info.stacked else info.shape
+        if info.stacked:
+            return (1, *info.shape[1:])
+        return info.shape
 
     plans = {}
     for keys in _array_classes(arrays, holdings).values():

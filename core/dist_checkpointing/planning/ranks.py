@@ -26,7 +26,9 @@ _ERROR_TYPES: dict[str, type[Exception]] = {
 
 def default_state() -> ParallelState:
     """The current parallel state; without one, that of a single process on the CPU."""
-    return current_state() if model_parallel_is_initialized() else ParallelState.single("cpu")
+    if model_parallel_is_initialized():
+        return current_state()
+    return ParallelState.single("cpu")
 
 
 def agree(problem: Exception | None, ps: ParallelState) -> None:

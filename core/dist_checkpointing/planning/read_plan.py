@@ -264,7 +264,9 @@ class _Receivers:
 
     def pick(self, values: list[int]) -> tuple[int, ...]:
         """These ranks' values of a list by rank, in one call: often many ranks request the same."""
-        return self._pick(values) if len(self.ranks) > 1 else (self._pick(values),)
+        if len(self.ranks) > 1:
+            return self._pick(values)
+        return (self._pick(values),)
 
 
 class _Rounds:

@@ -118,15 +118,17 @@ def _check_size(directory: CheckpointDir, manifest: Manifest, path: str) -> str 
     size = directory.size(path, expected)
     if size == expected:
         return None
-    return "is missing" if size is None else f"has {size} bytes, the manifest says {expected}"
+    if size is None:
+        return "is missing"
+    return f"has {size} bytes, the manifest says {expected}"
 
 
 def _check_json(directory: CheckpointDir, manifest: Manifest, path: str) -> str | None:
     """By all its bytes: JSON files are small."""
     expected, crc = manifest.files[path][1], json_crc(directory.read(path))
-    return (
-        None if crc == expected else f"is damaged: its crc is {crc}, the manifest says {expected}"
-    )
+    if crc == expected:
+        return None
+    return f"is damaged: its crc is {crc}, the manifest says {expected}"
 
 
 def _read_nodes(
@@ -194,17 +196,17 @@ def _check_digest(
     key = path.rpartition("/")[0]
     array = metadata.get(key)
     if array is None:  # its zarr.json is not listed, or reported as damaged already
-        return None if f"{key}/zarr.json" in manifest.files else "belongs to no array"
+        if f"{key}/zarr.json" in manifest.files:
+            return None
+        return "belongs to no array"
     size, expected = manifest.files[path]
     try:
         _, crc = crc_of(directory, path, array, size=size)
     except (OSError, *_MALFORMED) as error:
         return f"is damaged ({error})"
-    return (
-        None
-        if crc == expected
-        else f"is damaged: its digest is {crc}, the manifest says {expected}"
-    )
+    if crc == expected:
+        return None
+    return f"is damaged: its digest is {crc}, the manifest says {expected}"
 
 
 def _check_payload(

@@ -107,7 +107,9 @@ def commit(
     merged = world_size > FAN_IN
 
     def silent_ranks(missing: list[int]) -> list[int]:
-        return _silent_in_groups(directory, uuid, missing, world_size) if merged else missing
+        if merged:
+            return _silent_in_groups(directory, uuid, missing, world_size)
+        return missing
 
     # 1. every rank's receipt, or the merged one of each 64: all files are durable then
     ranks = range(0, world_size, FAN_IN if merged else 1)

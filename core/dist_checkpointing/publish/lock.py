@@ -205,7 +205,9 @@ def _owner(lock: bytes) -> dict[str, Any]:
         value = parse_json(lock, _LOCK)
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    if isinstance(value, dict):
+        return value
+    return {}
 
 
 def _owner_text(owner: dict[str, Any]) -> str:

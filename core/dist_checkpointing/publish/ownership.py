@@ -42,7 +42,9 @@ def _signature(directory: PosixCheckpointDir) -> set[str]:
         is_ours = unseal(directory.read(SIGNATURE), SIGNATURE).get("kind") == SIGNED
     except (OSError, ValueError):
         is_ours = False
-    return {SIGNATURE} if is_ours else set()
+    if is_ours:
+        return {SIGNATURE}
+    return set()
 
 
 def foreign_files(directory: PosixCheckpointDir) -> list[str]:

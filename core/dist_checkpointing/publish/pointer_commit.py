@@ -41,7 +41,9 @@ class PointerCommit:
     def open(self, name: str) -> KvCheckpointDir | None:
         """A committed checkpoint, None if there is none of that name. ValueError: its pointer is damaged."""
         uuid = self._uuid(name)
-        return self.temporary(name, uuid) if uuid else None
+        if uuid:
+            return self.temporary(name, uuid)
+        return None
 
     def identity(self, name: str) -> str:
         """The uuid of the checkpoint `name`, "damaged" if its pointer is, "" if there is none."""
@@ -230,7 +232,9 @@ class PointerCommit:
             )
         except (FileNotFoundError, ValueError, AttributeError):
             return None
-        return data if is_ours else None
+        if is_ours:
+            return data
+        return None
 
     def _mark_as_trash(self, name: str, uuid: str) -> None:
         if uuid not in ("", "damaged"):

@@ -59,7 +59,9 @@ class RenameCommit:
             if self._exists(entry):
                 return self.files.below(entry)
         # Replaced and swept between the two looks: its successor has the name now.
-        return self.files.below(name) if self._exists(name) else None
+        if self._exists(name):
+            return self.files.below(name)
+        return None
 
     def _exists(self, entry: str) -> bool:
         return self._fs.stat(self.files.url + entry) is not None
@@ -76,7 +78,9 @@ class RenameCommit:
 
     def foreign_files(self, name: str) -> list[str]:
         """What lies at `name` and is not proven to be a checkpoint's: nobody but its user may remove it."""
-        return [name] if self._is_no_directory(name) else foreign_files(self.files.below(name))
+        if self._is_no_directory(name):
+            return [name]
+        return foreign_files(self.files.below(name))
 
     def _is_no_directory(self, name: str) -> bool:
         path = self.files.url + name

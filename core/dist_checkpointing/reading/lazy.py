@@ -87,4 +87,6 @@ def _as_tensor(array: np.ndarray, tensor: LazyTensor, layer: int | None) -> Tens
     # calls of torch let go of the interpreter's lock, for which the readers wait
     if values.dtype != stored_dtype:
         values = values.view(stored_dtype)
-    return values if stored_dtype == tensor.dtype else values.to(tensor.dtype)
+    if stored_dtype == tensor.dtype:
+        return values
+    return values.to(tensor.dtype)

@@ -119,7 +119,9 @@ def load(
 
     values = this_load.values
     state = this_load.optimizers.finish(lambda path, leaf: _loaded_leaf(path, leaf, values), values)
-    return (state, report) if strict == "report" else state
+    if strict == "report":
+        return (state, report)
+    return state
 
 
 @dataclass(frozen=True)
@@ -188,14 +190,18 @@ def _as_damage(problem: Exception | None) -> Exception | None:
 
 def _writable(leaf: Any) -> Any:
     """A leaf that can be filled in place: an array of numpy's that cannot is replaced by a copy."""
-    return native(leaf) if isinstance(leaf, np.ndarray) and not fillable(leaf) else leaf
+    if isinstance(leaf, np.ndarray) and not fillable(leaf):
+        return native(leaf)
+    return leaf
 
 
 def _decoded(stored: StoredCheckpoint, key: str) -> Any:
     """A value of the checkpoint. Raises ValueError: of a type that is not registered in this program."""
     value = stored.objects[key]
     try:
-        return decode(value) if stored.format >= TAGGED else value
+        if stored.format >= TAGGED:
+            return decode(value)
+        return value
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{stored.directory.url}: {key}: {error}") from error
 
@@ -283,7 +289,9 @@ def _targets(
 def _loaded_leaf(path: tuple[str, ...], leaf: Any, values: Mapping[str, Any]) -> Any:
     """What stands in the place of a leaf after the load; a value that the checkpoint does not have stays."""
     if isinstance(leaf, ShardedTensor):
-        return leaf.data if leaf.local is None else leaf.local
+        if leaf.local is None:
+            return leaf.data
+        return leaf.local
     if isinstance(leaf, (Tensor, np.ndarray)):
         return leaf
     if isinstance(leaf, ShardedObject):

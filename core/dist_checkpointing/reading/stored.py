@@ -113,9 +113,10 @@ class StoredCheckpoint:
         # a main weight that is read from its weight, in a run that had no main weights beside
         if stored_key != key and info.dtype == "float32":
             return None
-        remedy = (
-            "give cast=True to convert" if both_floating else "only floating dtypes are converted"
-        )
+        if both_floating:
+            remedy = "give cast=True to convert"
+        else:
+            remedy = "only floating dtypes are converted"
         return f"it is {stored_dtype} in the checkpoint and {info.dtype} here; {remedy}"
 
     @contextmanager

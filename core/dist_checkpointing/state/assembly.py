@@ -71,16 +71,19 @@ class Assembly:
     def differs(self, stored: StoredCheckpoint, info: ArrayInfo) -> str | None:
         """Why it cannot fill `info`; None if it can."""
         if self.shape != info.shape:
-            origin = (
-                "made of what is in the checkpoint" if len(self.leaves) > 1 else "in the checkpoint"
-            )
+            if len(self.leaves) > 1:
+                origin = "made of what is in the checkpoint"
+            else:
+                origin = "in the checkpoint"
             return f"its shape is {self.shape} {origin} and {info.shape} here"
         for _, leaf in self.leaves:
             layers = stored.info(leaf.stored).layers
             if len(self.leaves) == 1 and leaf.is_complete and layers != info.layers:
                 return f"it is of the layers {_listed(layers)} in the checkpoint and {_listed(info.layers)} here"
             if reason := stored.dtype_differs(leaf.requested, leaf.stored, info, cast=leaf.cast):
-                return reason if len(self.leaves) == 1 else f"{key_of(leaf.requested)}: {reason}"
+                if len(self.leaves) == 1:
+                    return reason
+                return f"{key_of(leaf.requested)}: {reason}"
         return None
 
     def targets(self, box: Box, memory: Tensor) -> Iterator[tuple[str, Box, Tensor]]:
@@ -95,7 +98,9 @@ class Assembly:
 
 
 def _listed(layers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, layers)) if layers else "0 and on, all of them,"
+    if layers:
+        return ", ".join(map(str, layers))
+    return "0 and on, all of them,"
 
 
 def paths(source: TensorSource) -> list[str]:
@@ -163,7 +168,9 @@ def _fits(shape: Shape, first_shape: Shape, dim: int) -> bool:
 
 def _name(assembly: Assembly) -> str:
     first_key = key_of(assembly.leaves[0][1].requested)
-    return first_key + ", …" if len(assembly.leaves) > 1 else first_key
+    if len(assembly.leaves) > 1:
+        return first_key + ", …"
+    return first_key
 
 
 def index_dims(index: tuple[Any, ...], shape: Shape) -> list[tuple[int, int, bool]]:

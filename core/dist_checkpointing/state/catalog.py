@@ -150,7 +150,9 @@ def _add_shard(local: LocalState, shard: ShardedTensor) -> None:
 
 def _name_with_box(shard: ShardedTensor) -> str:
     is_complete = shard.box == whole(shard.global_shape)
-    return shard.key if is_complete else f"{shard.key} at {shard.box}"
+    if is_complete:
+        return shard.key
+    return f"{shard.key} at {shard.box}"
 
 
 def _checksum(tensor: Tensor) -> int:

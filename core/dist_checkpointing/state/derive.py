@@ -139,4 +139,6 @@ def stored_source(
     if key in derived and derived[key].get("from") in arrays:
         return derived[key]["from"]
     weight = MODEL + key.removeprefix(MAIN)
-    return weight if key.startswith(MAIN) and weight in arrays else None
+    if key.startswith(MAIN) and weight in arrays:
+        return weight
+    return None

@@ -67,7 +67,9 @@ def encode(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, list):
-        return list(value) if set(map(type, value)) <= SAME else [encode(item) for item in value]
+        if set(map(type, value)) <= SAME:
+            return list(value)
+        return [encode(item) for item in value]
     if isinstance(value, Mapping):
         if all(isinstance(key, str) for key in value) and TYPE not in value:
             return {key: encode(item) for key, item in value.items()}
@@ -80,7 +82,9 @@ def encode(value: Any) -> Any:
 def decode(value: Any) -> Any:
     """The inverse of `encode`. Raises ValueError: a type that is not registered here, a value that is none of it."""
     if isinstance(value, list):
-        return value if set(map(type, value)) <= SAME else [decode(item) for item in value]
+        if set(map(type, value)) <= SAME:
+            return value
+        return [decode(item) for item in value]
     if not isinstance(value, dict):
         return value
     if TYPE not in value:
@@ -92,7 +96,9 @@ def decode(value: Any) -> Any:
             "from_json) before, as the program that saved it did"
         )
     try:
-        return _RESERVED[name](content) if name in _RESERVED else _BY_NAME[name].from_json(content)
+        if name in _RESERVED:
+            return _RESERVED[name](content)
+        return _BY_NAME[name].from_json(content)
     except Exception as error:
         raise ValueError(f"{content!r} is no {name} ({type(error).__name__}: {error})") from error
 

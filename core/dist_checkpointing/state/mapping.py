@@ -359,7 +359,9 @@ def map_leaves(
         if isinstance(state, list):
             return items
         is_namedtuple = hasattr(state, "_fields")
-        return type(state)(*items) if is_namedtuple else tuple(items)
+        if is_namedtuple:
+            return type(state)(*items)
+        return tuple(items)
     return change(path, state)
 
 

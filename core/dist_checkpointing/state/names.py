@@ -82,7 +82,9 @@ class KeyMapping:
             return replace(
                 mapped, sources=[self._with_sources(source) for source in mapped.sources]
             )
-        return mapped if isinstance(mapped, Source) else Source(mapped, self._cast)
+        if isinstance(mapped, Source):
+            return mapped
+        return Source(mapped, self._cast)
 
     def source_of_array(self, path: str) -> TensorSource:
         """As `source`, by the path of an array of the state."""

@@ -207,7 +207,9 @@ def _check_stacks(
 
 def _option(value: Any) -> Any:
     """A learning rate may be a tensor, for graphs: it is saved as a number."""
-    return value.item() if isinstance(value, Tensor) and not value.dim() else value
+    if isinstance(value, Tensor) and not value.dim():
+        return value.item()
+    return value
 
 
 def set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:

@@ -97,11 +97,9 @@ class DiskFullError(OSError):
 
 def free_bytes(directory: CheckpointDir) -> int | None:
     """What may still be written there; None: an object store does not say."""
-    return (
-        directory.fs.free_bytes(directory.path)
-        if isinstance(directory, PosixCheckpointDir)
-        else None
-    )
+    if isinstance(directory, PosixCheckpointDir):
+        return directory.fs.free_bytes(directory.path)
+    return None
 
 
 @contextmanager
@@ -138,7 +136,9 @@ def open_checkpoint_dir(url: str | os.PathLike[str]) -> CheckpointDir:
     # an exported checkpoint may be copied into a store as it is: then this is its manifest, with `files`
     is_pointer = isinstance(pointer, dict) and "files" not in pointer
     uuid = pointer.get("uuid") if is_pointer else None
-    return directory.below(uuid) if isinstance(uuid, str) else directory
+    if isinstance(uuid, str):
+        return directory.below(uuid)
+    return directory
 
 
 def open_dir(
@@ -210,7 +210,9 @@ def _store_spec(url: str, options: Mapping[str, str]) -> str | dict[str, Any]:
             extra["use_conditional_write"] = options["conditional_write"] == "true"
     if project := options.get("user_project"):
         extra["gcs_user_project"] = {"project_id": project}
-    return ts.KvStore.Spec(url).to_json() | extra if extra else url
+    if extra:
+        return ts.KvStore.Spec(url).to_json() | extra
+    return url
 
 
 class PosixCheckpointDir:
@@ -317,11 +319,15 @@ class PosixCheckpointDir:
 
     def age(self, name: str) -> float:
         status = self.fs.stat(self.url + name)
-        return math.inf if status is None else self._now() - status.st_mtime
+        if status is None:
+            return math.inf
+        return self._now() - status.st_mtime
 
     def last_touch(self, name: str) -> str:
         status = self.fs.stat(self.url + name)
-        return "" if status is None else str(status.st_mtime_ns)
+        if status is None:
+            return ""
+        return str(status.st_mtime_ns)
 
     def _now(self) -> float:
         """By the clock that stamps the files, which is a file server's: that of this host may be minutes off."""

@@ -94,7 +94,9 @@ class Fs:
                     f"{path} has {size} bytes, of JSON at most {MAX_JSON_BYTES} are read; use another step"
                 )
             file.seek(offset)  # a file that is read in part may be of any size
-            return file.read() if length is None else file.read(length)
+            if length is None:
+                return file.read()
+            return file.read(length)
 
     def listdir(self, path: str) -> list[str]:
         """The names in a directory, sorted; none if there is no such directory."""
@@ -182,9 +184,11 @@ class Fs:
             removals += [(self.unlink, os.path.join(folder, name)) for name in names]
             for name in folders:
                 child = os.path.join(folder, name)
-                remove = (
-                    self.unlink if os.path.islink(child) else self.rmdir
-                )  # links are never followed
+                # links are never followed
+                if os.path.islink(child):
+                    remove = self.unlink
+                else:
+                    remove = self.rmdir
                 removals.append((remove, child))
         self._remove_all([(remove, child) for remove, child in removals if child != last])
         final: list[tuple[Callable[[str], None], str]] = [(self.rmdir, path)]

@@ -20,7 +20,9 @@ def size_text(nbytes: float) -> str:
     """A number of bytes for people: `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+            if unit == "B":
+                return f"{nbytes:.0f} B"
+            return f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} TiB"
 

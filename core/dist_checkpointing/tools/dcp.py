@@ -121,7 +121,9 @@ class _Unpickler(pickle._Unpickler):
         if module in _MODULES or harmless:
             return self._classes.setdefault(name, type(name, (_Record,), {}))
         if module == "torch":
-            return _size if name == "Size" else name
+            if name == "Size":
+                return _size
+            return name
         if (module, name) == ("builtins", "getattr"):
             return _member
         raise pickle.UnpicklingError(
@@ -195,7 +197,9 @@ def _megatron_backend(path: str) -> Any:
             value = parse_json(file.read(1 << 20), path)
     except ValueError:
         return None
-    return value.get("sharded_backend") if isinstance(value, dict) else None
+    if isinstance(value, dict):
+        return value.get("sharded_backend")
+    return None
 
 
 def _contents(folder: str, metadata: Any) -> DcpContents:

@@ -48,10 +48,14 @@ def _array_difference(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> str
         for index, _ in cells(a.shape(key), a.cell(key)):
             name = f"{key}/{cell_name(index)}"
             count += a.manifest.files.get(name) != b.manifest.files.get(name)
-        return f"{count} of {prod(grid_shape(a.metadata[key]))} cells" if count else None
+        if count:
+            return f"{count} of {prod(grid_shape(a.metadata[key]))} cells"
+        return None
     # other grids: only the values can be compared
     count = _unequal_values(a, b, key)
-    return f"{count} of {prod(a.shape(key))} values" if count else None
+    if count:
+        return f"{count} of {prod(a.shape(key))} values"
+    return None
 
 
 def _unequal_values(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> int:

@@ -105,7 +105,9 @@ def _layers(name: str, box: Box, info: ArrayInfo) -> list[tuple[str, Box]]:
 
 def _pipeline_stage(name: str, stages: int) -> int:
     """The stage of a parameter outside of the layers: embeddings the first, what follows the layers the last."""
-    return 0 if "embedding" in name else stages - 1
+    if "embedding" in name:
+        return 0
+    return stages - 1
 
 
 def export(

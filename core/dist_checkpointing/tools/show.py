@@ -108,4 +108,6 @@ def _shape_text(shape: tuple[int, ...]) -> str:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 100 else text[:100] + "…"
+    if len(text) <= 100:
+        return text
+    return text[:100] + "…"

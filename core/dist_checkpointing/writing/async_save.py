@@ -145,7 +145,9 @@ def _describe_exit(status: int) -> str:
     """How a program ended, for a message; a negative status is the number of a signal."""
     if status == -signal.SIGALRM:
         return "at its time limit"
-    return f"with status {status}" if status >= 0 else f"by {signal.Signals(-status).name}"
+    if status >= 0:
+        return f"with status {status}"
+    return f"by {signal.Signals(-status).name}"
 
 
 class BackgroundCall:

@@ -43,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(result.table())
     print(f"\nflags: {' '.join(result.flags())}")
     print(f"{len(result.told)} keys, {len(result.unsupported)} unsupported")
-    return 1 if result.unsupported else 0
+    if result.unsupported:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

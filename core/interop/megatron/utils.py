@@ -34,12 +34,16 @@ def get_model_config(model: Any) -> Any:
 
 def get_pg_size(group: Any = None) -> int:
     """Ranks of a group; 1 of None."""
-    return 1 if group is None else group.size()
+    if group is None:
+        return 1
+    return group.size()
 
 
 def get_pg_rank(group: Any = None) -> int:
     """This process's index in a group; 0 of None."""
-    return 0 if group is None else group.rank()
+    if group is None:
+        return 0
+    return group.rank()
 
 
 def log_single_rank(logger: logging.Logger, *args: Any, rank: int = 0, **kwargs: Any) -> None:

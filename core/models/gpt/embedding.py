@@ -56,7 +56,9 @@ class GPTEmbedding(nn.Module):
             x = x * self.multiplier
         if self.position_embeddings is not None:
             x = x + self.position_embeddings(tokens.shape[1], position_ids)
-        return x if self.dropout is None else self.dropout(x)
+        if self.dropout is None:
+            return x
+        return self.dropout(x)
 
 
 class OutputLayer(SpreadModule):

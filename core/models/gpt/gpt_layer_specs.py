@@ -15,7 +15,9 @@ from core.transformer.spec import Build, TransformerLayerSpec
 
 def feed_forward(build: Build) -> nn.Module:
     """The MLP of a layer, or its experts: what the configuration says of that layer."""
-    return MoELayer(build) if build.config.has_experts(build.layer) else MLP(build)
+    if build.config.has_experts(build.layer):
+        return MoELayer(build)
+    return MLP(build)
 
 
 def gpt2_spec() -> TransformerLayerSpec:

@@ -298,7 +298,9 @@ class GPTModel(nn.Module):
         )
         if self.parallel_output and self.tells_of_columns and self.place.tp > 1:
             self._follow_columns(logits, at_once=torch.compiler.is_compiling())
-        return logits if self.parallel_output else self.gather_logits(logits)
+        if self.parallel_output:
+            return logits
+        return self.gather_logits(logits)
 
     @torch.compiler.disable
     def _follow_columns(self, logits: Tensor, *, at_once: bool) -> None:

@@ -79,7 +79,9 @@ def export_huggingface(
             next(in_order, None) is None
         )  # the end is where it raises if a file is not the one that was saved
         form.companions(temporary, files[0][0].dtype)
-        return _largest_difference(temporary, checkpoint, form.model) if check else None
+        if check:
+            return _largest_difference(temporary, checkpoint, form.model)
+        return None
 
 
 def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> FolderForm:
@@ -141,11 +143,10 @@ def save_huggingface(
             """The order in which parameters are gathered."""
             nonlocal write
             said = description(_gpt_of(model))
-            form = (
-                form_of_run(said, tokenizer)
-                if source is None
-                else form_of_source(source, said, "the model")
-            )
+            if source is None:
+                form = form_of_run(said, tokenizer)
+            else:
+                form = form_of_source(source, said, "the model")
             ours = Parameters(form, weights.arrays, "the model", weights.read)
             files = tensors_by_file(ours.their_tensors(), file_bytes)
             temporary = _new_folder(opened, folder, files)
@@ -187,12 +188,12 @@ class _Gathered:
     """
 
     def __init__(self, model: DataParallel | Modules, ps: ParallelState) -> None:
-        state = (
-            sharded_state_dict(model)
-            if isinstance(model, DataParallel)
-            else module_state_dict(model, ps)
-        )
-        self._save, self._ps = SavePlanner(ps, "bf16").prepare({"model": state}), ps
+        state: dict[str, Any] = {}
+        if isinstance(model, DataParallel):
+            state["model"] = sharded_state_dict(model)
+        else:
+            state["model"] = module_state_dict(model, ps)
+        self._save, self._ps = SavePlanner(ps, "bf16").prepare(state), ps
         self.arrays = {key: (info.shape, info.dtype) for key, info in self._save.arrays.items()}
         self._plans = plan_gathering(self._save.arrays, self._save.holdings, 0)
         self.order: list[Part] = []

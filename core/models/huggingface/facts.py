@@ -57,11 +57,10 @@ IRRELEVANT = frozenset(
 
 def no_folder(path: Path) -> str:
     """What is said of a path where no folder is; a name of the Hub's is none."""
-    fetch = (
-        f"; hf download {path} --local-dir DIR fetches one"
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path))
-        else ""
-    )
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", str(path)):
+        fetch = f"; hf download {path} --local-dir DIR fetches one"
+    else:
+        fetch = ""
     return f"{path} is no folder; give the one that save_pretrained or the Hub made{fetch}"
 
 

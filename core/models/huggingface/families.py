@@ -138,11 +138,9 @@ def _beside_llama(facts: Facts) -> str:
     if unread := facts.overlooked():
         differing.append(f"it says {', '.join(unread)}")
     told = "; ".join(differing)
-    return (
-        f"read as a Llama, {told}"
-        if told
-        else "its fields are Llama's, so that what differs is in its code only"
-    )
+    if told:
+        return f"read as a Llama, {told}"
+    return "its fields are Llama's, so that what differs is in its code only"
 
 
 def _common_rules(facts: Facts, architecture: str) -> Rules:

@@ -217,11 +217,10 @@ def _check_shapes(
             f"query, key and value have {tuple(rows)} rows in the Hugging Face weights, expected {sizes}"
         )
     mismatched = next(hf_name for hf_name in expected if actual[hf_name] != expected[hf_name])
-    ours = (
-        shape
-        if len(expected) == 1 and actual[mismatched][::-1] != expected[mismatched]
-        else expected[mismatched]
-    )
+    if len(expected) == 1 and actual[mismatched][::-1] != expected[mismatched]:
+        ours = shape
+    else:
+        ours = expected[mismatched]
     raise ValueError(
         f"{name} is {ours} here and {actual[mismatched]} in the Hugging Face weights ({mismatched}): they are not of "
         "this configuration; fetch config.json and the shards of one revision, or build the model from their config"
@@ -231,4 +230,6 @@ def _check_shapes(
 def _module_of(name: str) -> str:
     """The part of a model that a pipeline stage holds or not: a layer, or a module outside of the layers."""
     layer = re.match(r"decoder\.layers\.\d+", name)
-    return layer[0] if layer else name.rpartition(".")[0]
+    if layer:
+        return layer[0]
+    return name.rpartition(".")[0]

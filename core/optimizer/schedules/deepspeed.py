@@ -305,7 +305,9 @@ def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
 
 
 def _type_name(declared: str) -> str:
-    return declared.split("'")[1] if "'" in declared else declared
+    if "'" in declared:
+        return declared.split("'")[1]
+    return declared
 
 
 def _convert(declared: str, value: Any) -> Any:
@@ -325,4 +327,6 @@ def _convert(declared: str, value: Any) -> Any:
     number = float(value)
     if kind == "int" and number != int(number):
         raise ValueError(value)
-    return int(number) if kind == "int" else number
+    if kind == "int":
+        return int(number)
+    return number

@@ -74,9 +74,10 @@ class LearningRate:
             steps_after_warmup = step - self.warmup_steps
             return max(self.minimum, self.peak * math.sqrt(scale / (steps_after_warmup + scale)))
         assert self.total_steps is not None
-        decay_steps = (
-            self.decay_steps if self.kind == "wsd" else self.total_steps - self.warmup_steps
-        )
+        if self.kind == "wsd":
+            decay_steps = self.decay_steps
+        else:
+            decay_steps = self.total_steps - self.warmup_steps
         assert decay_steps is not None
         # what remains of the decay, from 1 down to 0
         share = min(1.0, max(0.0, (self.total_steps - step) / decay_steps))

@@ -73,7 +73,9 @@ class WeightAverage:
 def _averaged(state_buffer: StateBuffer) -> Tensor:
     """What the average is of: main weights; weights that have none are their own."""
     updated = state_buffer.updated
-    return state_buffer.weights if updated is None else updated
+    if updated is None:
+        return state_buffer.weights
+    return updated
 
 
 @torch.no_grad()

@@ -44,7 +44,9 @@ def random_bits_from(key: tuple[int, int], first: int, count: int, device: torch
 
 
 def _signed(word: int) -> int:
-    return word - (1 << 32) if word >> 31 else word
+    if word >> 31:
+        return word - (1 << 32)
+    return word
 
 
 def _hash(key: tuple[int, int], x: Tensor, high: Tensor | int) -> Tensor:

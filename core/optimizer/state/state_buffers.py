@@ -65,7 +65,9 @@ class StateBuffer:
     @property
     def updated(self) -> Tensor | None:
         """[stop - start]: the weights, if they are wide, else their main weights; None if there are none."""
-        return self.weights if self.wide else self.main
+        if self.wide:
+            return self.weights
+        return self.main
 
     @property
     def direct(self) -> bool:

@@ -59,9 +59,10 @@ class Reached:
         """
         left_out_before = self.left_out
         behind_before = dict(self.behind) if self.behind else {}
-        self.left_out = (
-            frozenset(self._missing_everywhere(rows, missing)) if missing else frozenset()
-        )
+        if missing:
+            self.left_out = frozenset(self._missing_everywhere(rows, missing))
+        else:
+            self.left_out = frozenset()
         if self.left_out and not bool(found_inf):
             for name in self.left_out:
                 self.behind[name] = self.behind.get(name, 0) + 1

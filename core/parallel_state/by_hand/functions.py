@@ -70,8 +70,6 @@ def function_name(func: Any) -> str:
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return str(func.__self__.__name__)
-    return (
-        name
-        if name in KIND_OF_FUNCTION
-        else name.removeprefix("linalg_").removeprefix("__r").strip("_")
-    )
+    if name in KIND_OF_FUNCTION:
+        return name
+    return name.removeprefix("linalg_").removeprefix("__r").strip("_")

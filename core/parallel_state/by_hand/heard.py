@@ -13,7 +13,10 @@ _FULL_TENSOR_REMEDY = (
     "core.tensor_parallel.full_tensor(parameter) is the whole, with a gradient; or sum over "
     "parallel_state.get_tensor_model_parallel_group()"
 )
-_NORM_REMEDY = "core.optimizer.get_grad_norm(parameters) is the whole model's norm, clip_grad_norm_ beside it clips by it"
+_NORM_REMEDY = (
+    "core.optimizer.get_grad_norm(parameters) is the whole model's norm, "
+    "clip_grad_norm_ beside it clips by it"
+)
 
 
 @dataclass(frozen=True)

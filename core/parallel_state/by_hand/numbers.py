@@ -29,11 +29,9 @@ def _following(base: type, name: str, *, combines: bool) -> Callable[..., Any]:
             isinstance(x, OfParameter) and x.parameter is not self.parameter for x in others
         ):
             self.report()
-        return (
-            of_parameter(result, self.parameter, self.report)
-            if type(result) in (int, float)
-            else result
-        )
+        if type(result) in (int, float):
+            return of_parameter(result, self.parameter, self.report)
+        return result
 
     return method
 

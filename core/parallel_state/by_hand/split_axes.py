@@ -37,11 +37,10 @@ def plain(shape: Sequence[int]) -> Axes:
 
 def is_split(axes: Axes, dims: Sequence[int] | None = None) -> bool:
     """Whether one of `dims` (default: any) is split."""
-    chosen = (
-        range(len(axes))
-        if dims is None
-        else [dim % len(axes) for dim in dims if -len(axes) <= dim < len(axes)]
-    )
+    if dims is None:
+        chosen = list(range(len(axes)))
+    else:
+        chosen = [dim % len(axes) for dim in dims if -len(axes) <= dim < len(axes)]
     return any(split for dim in chosen for _, split in axes[dim])
 
 

@@ -116,11 +116,9 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     if name in ("layer_norm", "rms_norm"):
         sizes = kwargs.get("normalized_shape", args[1] if len(args) > 1 else shape[-1:])
         dims = range(-len(sizes), 0)
-        return (
-            Finding("reduction", name, shape)
-            if split_axes.is_split(axes, dims)
-            else [(result, axes)]
-        )
+        if split_axes.is_split(axes, dims):
+            return Finding("reduction", name, shape)
+        return [(result, axes)]
     is_pair = name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)
     if kind == "reduction" or (kind == "sum" and not is_pair):
         return _reduced(name, args, kwargs, axes, result, shape)
@@ -177,7 +175,9 @@ def _reduced(
     place, default = _DIMS_OF[name]
     dims = _dims(args, kwargs, place, default, len(axes))
     if split_axes.is_split(axes, dims):
-        return name if _KIND_OF[name] == "sum" else Finding("reduction", name, shape)
+        if _KIND_OF[name] == "sum":
+            return name
+        return Finding("reduction", name, shape)
     found: Followed = []
     for tensor in result if isinstance(result, tuple) else (result,):
         if isinstance(tensor, Tensor) and tensor.dim() == len(axes) and tensor.shape == shape:
@@ -196,14 +196,18 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
         groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
         if split_axes.is_split(axes, range(2, len(axes))):
             return Finding("reduction", name, tuple(args[0].shape))
-        return name if split_axes.is_split(axes, [1]) and groups == 1 else None
+        if split_axes.is_split(axes, [1]) and groups == 1:
+            return name
+        return None
     if len(args) < 2:
         return None
     left, right = _axes(args[0]), _axes(args[1])
     if name == "linear":
         right = right[::-1]
     if len(left) < 1 or len(right) < 2:
-        return name if left and split_axes.is_split(left, [-1]) else None
+        if left and split_axes.is_split(left, [-1]):
+            return name
+        return None
     if split_axes.is_split(left, [-1]) or split_axes.is_split(right, [-2]):
         return name
     product = (*(left if len(left) >= len(right) else right)[:-2], *left[-2:-1], right[-1])
@@ -252,12 +256,18 @@ def _cut(
     if name in ("getitem", "setitem"):
         found = _indexed(axes, shape, args[1])
         if found is None or isinstance(found, str):
-            return across if found == "across" else None
-        return [(result, found)] if name == "getitem" else None
+            if found == "across":
+                return across
+            return None
+        if name == "getitem":
+            return [(result, found)]
+        return None
     if name == "glu":
         (dim,) = _dims(args, kwargs, 1, -1, len(axes))
         half = split_axes.cut(axes, dim, 0, shape[dim] // 2)
-        return across if half is None else [(result, half)]
+        if half is None:
+            return across
+        return [(result, half)]
     if name in ("unbind", "select"):
         (dim,) = _dims(args, kwargs, 1, 0, len(axes))
         if split_axes.is_split(axes, [dim]):
@@ -276,7 +286,9 @@ def _cut(
             return [
                 (result, (*axes[:dim], *split_axes.plain([result.shape[dim]]), *axes[dim + 1 :]))
             ]
-        return across if result.shape != shape else [(result, axes)]
+        if result.shape != shape:
+            return across
+        return [(result, axes)]
     (dim,) = _dims(args, kwargs, 2, 0, len(axes))
     start = 0
     found_pieces: Followed = []
@@ -333,4 +345,6 @@ def _strided(axes: Axes, dim: int, step: int) -> str | None:
     atoms = axes[dim]
     last = max(place for place, (_, split) in enumerate(atoms) if split)
     inner = prod(n for n, _ in atoms[last + 1 :])
-    return None if inner % abs(step) == 0 and inner > 1 else "across"
+    if inner % abs(step) == 0 and inner > 1:
+        return None
+    return "across"

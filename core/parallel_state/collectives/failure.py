@@ -61,7 +61,9 @@ def said(error: BaseException) -> str:
         text = str(error)
     except Exception:
         return "(its text cannot be made)"
-    return text if len(text) < LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)"
+    if len(text) < LONGEST:
+        return text
+    return f"{text[:LONGEST]} ... ({len(text)} characters)"
 
 
 def _is_transport_failure(error: BaseException) -> bool:
@@ -173,7 +175,9 @@ class Board:
             thread.join(seconds)
             if not result:
                 self._store = None
-        return result[0] if result else None
+        if result:
+            return result[0]
+        return None
 
     def _settle_first(self, verdict: FailureReport) -> FailureReport:
         """The first verdict stands."""
@@ -181,7 +185,9 @@ class Board:
 
     def _report_at(self, name: Any) -> FailureReport | None:
         name = f"{self._key}/{name}"
-        return _read(self._store.get(name)) if self._store.check([name]) else None
+        if self._store.check([name]):
+            return _read(self._store.get(name))
+        return None
 
     def _decide(self, own_report: FailureReport) -> FailureReport:
         """The first failure, as far as this rank can know."""

@@ -143,7 +143,9 @@ def available_backends() -> list[str]:
 
 def default_backend(device_type: str) -> str:
     """The backend that a world of this kind of device has if nobody names one: "gloo" for the CPU."""
-    return dist.get_default_backend_for_device(device_type) if dist.is_available() else "none"
+    if dist.is_available():
+        return dist.get_default_backend_for_device(device_type)
+    return "none"
 
 
 def is_initialized() -> bool:
@@ -153,7 +155,9 @@ def is_initialized() -> bool:
 
 def world() -> tuple[int, int]:
     """(rank, world size) of the default group; (0, 1) without one."""
-    return (dist.get_rank(), dist.get_world_size()) if is_initialized() else (0, 1)
+    if is_initialized():
+        return (dist.get_rank(), dist.get_world_size())
+    return (0, 1)
 
 
 def init_world(backend: str | None, timeout_s: float, **init_options: Any) -> None:

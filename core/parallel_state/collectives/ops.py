@@ -98,7 +98,9 @@ def start_all_reduce(x: Tensor, group: Group | None) -> PendingCollective:
 
 def all_gather(x: Tensor, group: Group | None) -> Tensor:
     """[n, ...] on every rank (at least one dim) -> [n * size, ...], the parts in rank order."""
-    return start_all_gather(x, group).wait() if group is not None else x
+    if group is not None:
+        return start_all_gather(x, group).wait()
+    return x
 
 
 def start_all_gather(x: Tensor, group: Group | None) -> PendingCollective:
@@ -127,7 +129,9 @@ def start_all_gather(x: Tensor, group: Group | None) -> PendingCollective:
 
 def reduce_scatter(x: Tensor, group: Group | None) -> Tensor:
     """[n * size, ...] on every rank -> [n, ...], this rank's part of the sum."""
-    return start_reduce_scatter(x, group).wait() if group is not None else x
+    if group is not None:
+        return start_reduce_scatter(x, group).wait()
+    return x
 
 
 def start_reduce_scatter(x: Tensor, group: Group | None) -> PendingCollective:
@@ -195,7 +199,9 @@ def all_to_all(
     if group is None:
         return x
     received, pending = _send_rows(x, group, send_rows, receive_rows)
-    return received if pending is None else pending.wait()
+    if pending is None:
+        return received
+    return pending.wait()
 
 
 def start_all_to_all(

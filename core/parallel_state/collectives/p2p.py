@@ -38,11 +38,9 @@ class Received:
         """
         group = self._group
         _wait(self._work, self._tensor, group)
-        return (
-            self._tensor
-            if self._into is None
-            else self._into.copy_(self._tensor, non_blocking=True)
-        )
+        if self._into is None:
+            return self._tensor
+        return self._into.copy_(self._tensor, non_blocking=True)
 
 
 def _wait(work: Any, tensor: Tensor, group: Group) -> None:
@@ -85,7 +83,9 @@ class Sent:
 
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written in place."""
-    return 0 if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return 0
+    return tensor._version
 
 
 def _header(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

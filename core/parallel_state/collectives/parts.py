@@ -87,7 +87,9 @@ class _PendingSum:
         total = local if self._rank == 0 else shards[0].to(local.dtype)
         for rank in range(1, len(shards)):
             total.add_(local if rank == self._rank else shards[rank])
-        return local if total is local else local.copy_(total)
+        if total is local:
+            return local
+        return local.copy_(total)
 
 
 def own_part(x: Tensor, group: Group) -> Tensor:

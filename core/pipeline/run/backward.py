@@ -128,7 +128,9 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
             )
         else:
             input_grads.append(None)
-    return input_grads if nesting is None else pytree.tree_unflatten(input_grads, nesting)
+    if nesting is None:
+        return input_grads
+    return pytree.tree_unflatten(input_grads, nesting)
 
 
 def stage_backward_weight(

@@ -101,9 +101,10 @@ def check_leaf(stage: int, leaf: Any) -> None:
     search = _TensorSearch(io.BytesIO())
     try:
         search.dump(leaf)
-        problem = (
-            "that holds a tensor, whose gradient would be nobody's" if search.has_tensor else ""
-        )
+        if search.has_tensor:
+            problem = "that holds a tensor, whose gradient would be nobody's"
+        else:
+            problem = ""
     except Exception as error:
         problem = f"that is neither a tensor nor a plain constant ({error})"
     if problem:
@@ -152,11 +153,13 @@ def writable_view(value: Any) -> Any:
     Autograd refuses that for a leaf that requires grad; this view has the same memory and the leaf as its input.
     Costs 3 us.
     """
-    return (
-        _WritableView.apply(value) if isinstance(value, Tensor) and value.requires_grad else value
-    )
+    if isinstance(value, Tensor) and value.requires_grad:
+        return _WritableView.apply(value)
+    return value
 
 
 def clone_tensor(value: Any) -> Any:
     """A copy of a tensor; anything else as it is."""
-    return value.clone() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.clone()
+    return value

@@ -261,7 +261,9 @@ class Channel:
         form = self.forms[action.kind[-1], action.stage]
         if action.kind == "RECV_B":
             any_wanted = any(wants_grad for _, _, wants_grad in form.tensors)
-            return tensors if any_wanted else []
+            if any_wanted:
+                return tensors
+            return []
         # the stage cuts its graph at tensors that require grad
         for tensor, (_, _, wants_grad) in zip(tensors, form.tensors, strict=False):
             tensor.requires_grad_(wants_grad)

@@ -365,7 +365,9 @@ class Pipeline:
 
     def _measured(self) -> Measured:
         """This rank's rows of the timeline; waits for the device, which a step does not."""
-        return self._clock.measured() if self._clock is not None else Measured()
+        if self._clock is not None:
+            return self._clock.measured()
+        return Measured()
 
     def _broadcast_failures(self, call: str) -> FailureBroadcast:
         """Around all that can fail on one rank while others wait for it, the cutting of its batch included."""
@@ -389,7 +391,9 @@ class Pipeline:
 
     def _global_rank(self, index: int) -> int:
         """The global rank of a pipeline rank; of this one for -1."""
-        return self.ps.rank if index == -1 else self._global_ranks[index]
+        if index == -1:
+            return self.ps.rank
+        return self._global_ranks[index]
 
     def _executor(self, schedule: Schedule, step: StepContext, batch: Batch | None) -> Executor:
         rank_plan = self._connect(schedule)

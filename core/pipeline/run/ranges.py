@@ -16,4 +16,6 @@ def profiled() -> bool:
 
 def named(name: str) -> AbstractContextManager[Any]:
     """A range of this name around a block; nothing where nobody profiles."""
-    return record_function(name) if profiled() else _NOTHING
+    if profiled():
+        return record_function(name)
+    return _NOTHING

@@ -78,9 +78,10 @@ class Stage:
 
         # our own models carry a context that their operations already hold; foreign modules get a new one
         module_context = getattr(module, "stage", None)
-        self.context = (
-            module_context if isinstance(module_context, StageContext) else StageContext()
-        )
+        if isinstance(module_context, StageContext):
+            self.context = module_context
+        else:
+            self.context = StageContext()
         self._patches: list[Any] = [reroute(module, self.context)]
         if policy not in ("none", "stage"):
             try:
@@ -350,7 +351,9 @@ class Stage:
             if isinstance(leaf, Tensor):
                 leaf = leaf.detach().requires_grad_(next(remaining_wants))
             detached.append(leaf)
-        return detached[0] if nesting is None else pytree.tree_unflatten(detached, nesting)
+        if nesting is None:
+            return detached[0]
+        return pytree.tree_unflatten(detached, nesting)
 
     def _remember_output_edges(self, state: MicrobatchState, tensors: list[Tensor]) -> None:
         """Keep where gradients enter the graph of these outputs, for I."""

@@ -241,7 +241,9 @@ def _entries(batch: Any) -> list[tuple[Any, Any]]:
 def _cut_rows(value: Any, first: int, count: int, size: int) -> Any:
     """Rows first .. first + count of whatever has `size` of them; anything else as it is."""
     if _has_rows(value):
-        return _view_rows(value, first, count) if value.shape[0] == size else value
+        if value.shape[0] == size:
+            return _view_rows(value, first, count)
+        return value
     if isinstance(value, Mapping):
         entries = {key: _cut_rows(inner, first, count, size) for key, inner in value.items()}
         if type(value) is dict:

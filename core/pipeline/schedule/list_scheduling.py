@@ -195,11 +195,10 @@ class ListScheduler:
                 later.append((arrival, priority))
                 continue
             # the deepest stage has the least work before it; the oldest microbatch frees its memory first
-            key = (
-                (priority, -stage, microbatch)
-                if self.policy.deep
-                else (priority, microbatch, -stage)
-            )
+            if self.policy.deep:
+                key = (priority, -stage, microbatch)
+            else:
+                key = (priority, microbatch, -stage)
             if key < best_key:
                 best, best_key = (stage, microbatch, kind), key
         if best is None:

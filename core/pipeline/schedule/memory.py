@@ -206,7 +206,9 @@ class _RankWalk:
         """Of what F or I of a stage hands on, or a message of it: an output, or the gradient of an input."""
         if kind in ("I", "SEND_B", "RECV_F"):
             stage -= 1  # the boundary before it
-        return self.stages[stage].message if 0 <= stage < self.schedule.stages - 1 else 0.0
+        if 0 <= stage < self.schedule.stages - 1:
+            return self.stages[stage].message
+        return 0.0
 
     def _post(self, peer: int) -> None:
         action = self.expected[peer].popleft()

@@ -91,7 +91,9 @@ def _message_delay(schedule: Schedule, timeline: Timeline) -> float:
                 if from_other_rank and free_since < sent < start:
                     delays.append(start - sent)
             free_since = end
-    return median(delays) if delays else 0.0
+    if delays:
+        return median(delays)
+    return 0.0
 
 
 @dataclass
@@ -116,7 +118,9 @@ class Tuner:
     @property
     def watch(self) -> MemoryWatch | None:
         """What counts bytes, in the step in which they are counted."""
-        return self.memory if self.steps == 0 else None
+        if self.steps == 0:
+            return self.memory
+        return None
 
     @property
     def done(self) -> bool:

@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 1 if mistakes else 0
+    if mistakes:
+        return 1
+    return 0
 
 
 def _world(parser: argparse.ArgumentParser) -> int:

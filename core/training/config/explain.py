@@ -101,7 +101,9 @@ def _table(merged: Merged) -> Iterator[str]:
 def _value_text(value: object) -> str:
     if value is None:
         return NONE
-    return literal(value) if isinstance(value, _WRITABLE) else brief(value)
+    if isinstance(value, _WRITABLE):
+        return literal(value)
+    return brief(value)
 
 
 _WRITABLE = (str, bool, float, list, tuple, dict)

@@ -59,7 +59,9 @@ class Field:
     def type(self) -> str:
         """Its kind in words: "integer or None", "llama | gpt2"."""
         text = " | ".join(map(str, self.choices)) or _TYPES.get(self.kind, self.kind)
-        return f"{text} or {NONE}" if self.optional else text
+        if self.optional:
+            return f"{text} or {NONE}"
+        return text
 
     def read(self, value: Any) -> Any:
         """`value`, from Python, TOML or a command line, as the dataclass holds it.
@@ -148,7 +150,9 @@ def _text(value: Any) -> str:
 def _texts(value: Any) -> tuple[str, ...]:
     """Numbers in a list become texts: weights of a blend."""
     if isinstance(value, str):
-        return () if value == NONE else (value,)
+        if value == NONE:
+            return ()
+        return (value,)
     if not isinstance(value, list | tuple):
         raise _WrongKind(_kind_of_value(value))
     items = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in value]
@@ -302,4 +306,6 @@ def flatten(
 
 
 def _quoted(key: str) -> str:
-    return f'"{key}"' if "." in key else key
+    if "." in key:
+        return f'"{key}"'
+    return key

@@ -125,9 +125,10 @@ def _scan(
     """(arguments without flags that lack a value, or have one too many; name -> flag as typed; those mistakes)."""
     accepted: list[str] = []
     typed: dict[str, str] = {}
-    problems = (
-        [Problem("", "'--' is a stray word among the flags; leave it out")] if "--" in args else []
-    )
+    if "--" in args:
+        problems = [Problem("", "'--' is a stray word among the flags; leave it out")]
+    else:
+        problems = []
     args = [word for word in args if word != "--"]
     owner = _Owner("", "text", 0)  # of the words that follow
     for word, after in zip(args, [*args, "--"][1:], strict=True):
@@ -196,11 +197,9 @@ def _twice(head: str, earlier: str, kind: str) -> str:
     both = head if head == earlier else f"{earlier} and {head}"
     if kind in _MANY:
         return f"{both} is given twice; give all its values after one {head}"
-    return (
-        f"{both} is given twice; leave one out"
-        if head == earlier
-        else f"{both} are both given; leave one out"
-    )
+    if head == earlier:
+        return f"{both} is given twice; leave one out"
+    return f"{both} are both given; leave one out"
 
 
 @dataclass(frozen=True)

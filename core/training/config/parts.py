@@ -51,7 +51,9 @@ class PipelineConfig:
 
     def generator(self) -> str | schedules.Generator:
         """The schedule as `Pipeline` takes it: a name, or the function. Raises ValueError: no such function."""
-        return function_of(self.schedule) if is_function_name(self.schedule) else self.schedule
+        if is_function_name(self.schedule):
+            return function_of(self.schedule)
+        return self.schedule
 
     def placement(self, ranks: int) -> tuple[int, ...]:
         """The pipeline rank of each stage. Raises ValueError: no such function, what it makes is no schedule."""

@@ -101,7 +101,9 @@ def _tokens_of(data: DataConfig) -> int | None:
         card = TokenFile(prefix).card
     except (ValueError, OSError):  # reported by `_file_rules`
         return None
-    return card.vocab_size if card is not None else None
+    if card is not None:
+        return card.vocab_size
+    return None
 
 
 def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:

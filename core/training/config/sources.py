@@ -94,7 +94,9 @@ class Merged:
                 and self.origin[name] != "default"
             ):
                 where.append(f"{key}: {self.origin[name]}")
-        return f"{problem.text} ({', '.join(where)})" if where else problem.text
+        if where:
+            return f"{problem.text} ({', '.join(where)})"
+        return problem.text
 
 
 def merge(

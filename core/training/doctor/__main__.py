@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(as_json(checks, seconds))
         else:
             show(checks, seconds)
-    return 1 if failures(checks) else 0
+    if failures(checks):
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -149,7 +149,9 @@ def _difference(result: Tensor, expected: Tensor) -> str:
     if result.shape != expected.shape:
         return f"shape {list(result.shape)} instead of {list(expected.shape)}"
     wrong = int((result != expected).sum())
-    return f"{wrong} of {expected.numel()} numbers are wrong" if wrong else ""
+    if wrong:
+        return f"{wrong} of {expected.numel()} numbers are wrong"
+    return ""
 
 
 def _one_line(error: BaseException) -> str:
@@ -220,7 +222,9 @@ class LocalWorld:
             return "did not answer in time"
         if code < 0:
             return f"ended with signal {-code}"
-        return f"ended with exit code {code}" if code else ""
+        if code:
+            return f"ended with exit code {code}"
+        return ""
 
 
 def _parse(text: bytes | bytearray) -> list[SelftestOutcome]:
@@ -291,7 +295,9 @@ def local_checks() -> list[Check]:
 
 def joined(device: torch.device, group: Group | None) -> list[SelftestOutcome]:
     """This rank's outcomes in a world that exists. Collective over it; none for a single process."""
-    return list(exercise(group, device)) if group is not None else []
+    if group is not None:
+        return list(exercise(group, device))
+    return []
 
 
 def as_checks(

@@ -52,7 +52,9 @@ def errors_as_one_line() -> Iterator[None]:
 
 def terminal_width(most: int) -> int:
     """Columns of the terminal, at most so many; where the output is no terminal, so many."""
-    return min(most, shutil.get_terminal_size().columns) if sys.stdout.isatty() else most
+    if sys.stdout.isatty():
+        return min(most, shutil.get_terminal_size().columns)
+    return most
 
 
 def fitted(line: str, width: int) -> str:

@@ -13,7 +13,9 @@ def json_number(value: Any) -> Any:
         return value
     if math.isnan(value):
         return "NaN"
-    return "Infinity" if value > 0 else "-Infinity"
+    if value > 0:
+        return "Infinity"
+    return "-Infinity"
 
 
 def json_line(row: dict[str, Any]) -> str:

@@ -252,7 +252,9 @@ def _accelerator(device: torch.device) -> dict[str, int]:
 
 
 def _short(mib: float) -> str:
-    return f"{mib:.1f}" if mib < 100 else f"{mib:.0f}"
+    if mib < 100:
+        return f"{mib:.1f}"
+    return f"{mib:.0f}"
 
 
 def _range(usages: list[Usage], name: str) -> str:

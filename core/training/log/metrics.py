@@ -95,7 +95,9 @@ def device_name(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
     get_device_name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return str(get_device_name(device)) if get_device_name is not None else device.type
+    if get_device_name is not None:
+        return str(get_device_name(device))
+    return device.type
 
 
 @torch.no_grad()
@@ -136,7 +138,9 @@ OF_ALL_LAYERS = (
 
 
 def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
+    if values:
+        return sum(values) / len(values)
+    return None
 
 
 def _json_numbers(row: dict[str, Any]) -> dict[str, Any]:

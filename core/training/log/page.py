@@ -142,11 +142,9 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return (
-        json_number(value)
-        if value is None or isinstance(value, bool | int | float | str)
-        else str(value)
-    )
+    if value is None or isinstance(value, bool | int | float | str):
+        return json_number(value)
+    return str(value)
 
 
 def _timeline_rows(timeline: Timeline) -> list[list[list[Any]]]:
@@ -184,11 +182,10 @@ def _tiles(
         best = best_of(validations, name)
         assert best is not None
         newest = [record for record in validations if record.name == name][-1]
-        told = (
-            "the best"
-            if newest.step == best.step
-            else f"best {best.bits_per_byte:.3f} at step {best.step:,}"
-        )
+        if newest.step == best.step:
+            told = "the best"
+        else:
+            told = f"best {best.bits_per_byte:.3f} at step {best.step:,}"
         yield tile(name, f"{newest.bits_per_byte:.3f}", f"bits per byte, {told}")
     more = "" if bits is None else f", {last.loss * bits:.3f} bits per byte"
     yield tile("training loss", f"{last.loss:.4f}", f"nats per token{more}")
@@ -205,7 +202,9 @@ def _tiles(
 def _bits(bytes_per_token: float) -> float | None:
     """What a loss in nats per token is multiplied by to be bits per byte."""
     known = math.isfinite(bytes_per_token) and bytes_per_token > 0
-    return 1 / (math.log(2) * bytes_per_token) if known else None
+    if known:
+        return 1 / (math.log(2) * bytes_per_token)
+    return None
 
 
 # curves
@@ -297,7 +296,9 @@ def _in_words(value: Any) -> str:
     if value is None:
         return "none"
     if isinstance(value, bool):
-        return "yes" if value else "no"
+        if value:
+            return "yes"
+        return "no"
     if isinstance(value, list | tuple):
         return " ".join(map(str, value)) or "none"
     return str(value)

@@ -45,9 +45,10 @@ class StepProfiler(AbstractContextManager):
         if step >= self._stop:
             self._end()
         elif step >= self._start and self._profiler is None:
-            self._profiler = (
-                emit_nvtx() if self._nvtx else profile(activities=_activities(self._ps.device))
-            )
+            if self._nvtx:
+                self._profiler = emit_nvtx()
+            else:
+                self._profiler = profile(activities=_activities(self._ps.device))
             self._profiler.__enter__()
 
     def _end(self) -> None:

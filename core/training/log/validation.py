@@ -81,7 +81,9 @@ class ValidationRecord:
 
 def perplexity(loss: float) -> float:
     """e to a loss in nats per token; infinite where that is no number of 64 bits."""
-    return math.exp(loss) if not loss > 700 else math.inf
+    if not loss > 700:
+        return math.exp(loss)
+    return math.inf
 
 
 def best_of(records: Sequence[ValidationRecord], name: str) -> ValidationRecord | None:

@@ -207,7 +207,9 @@ class ModelConfig:
         """The dtype of weights and activations."""
         if self.bf16:
             return torch.bfloat16
-        return torch.float16 if self.fp16 else torch.float32
+        if self.fp16:
+            return torch.float16
+        return torch.float32
 
     @cached_property
     def _folder(self) -> "HuggingFaceModel | None":
@@ -255,11 +257,10 @@ class ModelConfig:
         if rows is None:
             return tokens
         if rows < tokens:
-            model = (
-                "model.vocab_size"
-                if self._folder is None
-                else f"model.huggingface={self.huggingface}"
-            )
+            if self._folder is None:
+                model = "model.vocab_size"
+            else:
+                model = f"model.huggingface={self.huggingface}"
             raise ValueError(
                 f"the tokenizer has {tokens} tokens, the embedding of {model} has {rows} rows; use the tokenizer "
                 "that the model was made with, and prepare the text with it"
@@ -270,7 +271,9 @@ class ModelConfig:
         """Positions of the model in a run of that length; learned ones are as many as the model has."""
         if self._folder is not None:
             has_table = self._folder.transformer_layer_spec.positions is not None
-            return self._folder.max_sequence_length if has_table else sequence_length
+            if has_table:
+                return self._folder.max_sequence_length
+            return sequence_length
         return self.max_position_embeddings or sequence_length
 
     def arguments(self, tokens: int, sequence_length: int) -> dict[str, Any]:
@@ -299,4 +302,6 @@ class ModelConfig:
         """The field that a fact follows which nobody gave: "huggingface", "preset"; None: a default."""
         if self.huggingface is not None:
             return "huggingface"
-        return "preset" if model_facts.of_preset(name, self.preset) else None
+        if model_facts.of_preset(name, self.preset):
+            return "preset"
+        return None

@@ -282,7 +282,9 @@ def transformer_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(frequency: int | tuple[int, ...]) -> tuple[str, ...]:
-    return tuple(map(str, frequency)) if isinstance(frequency, tuple) else (str(frequency),)
+    if isinstance(frequency, tuple):
+        return tuple(map(str, frequency))
+    return (str(frequency),)
 
 
 def _layer_frequency(given: tuple[str, ...]) -> int | tuple[int, ...]:
@@ -290,7 +292,9 @@ def _layer_frequency(given: tuple[str, ...]) -> int | tuple[int, ...]:
     numbers = tuple(int(text) for text in given)
     if len(numbers) > 1:
         return numbers
-    return numbers[0] if numbers else 1
+    if numbers:
+        return numbers[0]
+    return 1
 
 
 def _windows(pattern: tuple[str, ...], num_layers: int) -> tuple[int | None, ...] | None:

@@ -18,7 +18,9 @@ def tokenizer_in(folder: str | Path | None) -> str | None:
     if folder is None:
         return None
     path = Path(folder).expanduser() / TOKENIZER
-    return str(path) if path.is_file() else None
+    if path.is_file():
+        return str(path)
+    return None
 
 
 def text_rules(

@@ -97,6 +97,8 @@ def _newest(config: CheckpointConfig) -> str | None:
     try:
         root = CheckpointRoot(config.directory)
         steps = root.steps()
-        return root.open(steps[-1]).address if steps else None
+        if steps:
+            return root.open(steps[-1]).address
+        return None
     except (OSError, ValueError):
         return None

@@ -81,9 +81,10 @@ def build_executor(
     """
     for stage in stages.values():
         if isinstance(stage, GPTModel):
-            stage.loss_chunk = (
-                training.loss_chunk if training.loss_chunk is not None else stage.loss_chunk
-            )
+            if training.loss_chunk is not None:
+                stage.loss_chunk = training.loss_chunk
+            else:
+                stage.loss_chunk = stage.loss_chunk
     rows_per_replica = training.global_batch_size // ps.size("dp")
     num_microbatches = rows_per_replica // training.micro_batch_size
     if training.compile == "layer":

@@ -120,7 +120,9 @@ class Checkpoints(AbstractContextManager):
         assert self.manager is not None
         steps = self.manager.steps()
         try:
-            return self.manager.url(steps[-1]) if steps else None
+            if steps:
+                return self.manager.url(steps[-1])
+            return None
         except (OSError, ValueError):  # told by the load that follows, which tries the one before
             return None
 
@@ -189,7 +191,9 @@ class Checkpoints(AbstractContextManager):
         changed = changes_of_order(url, saved["order"], self._order, self.config.change)
         for change, texts in changed.items():
             self.say(f"changed, as checkpoint.change says: {change}, which was {', '.join(texts)}")
-        return 0 if "data" in changed else int(saved["samples"])
+        if "data" in changed:
+            return 0
+        return int(saved["samples"])
 
     def __enter__(self) -> "Checkpoints":
         if self.manager is not None:
@@ -259,11 +263,10 @@ class Checkpoints(AbstractContextManager):
         # the last step and a terminated one are saved at once: there is no next step to save beside
         is_due = last or stop or (every > 0 and step % every == 0)
         if is_due and step != self._saved_step:
-            save = (
-                self._save_asynchronously
-                if self.config.asynchronous and not (last or stop)
-                else self._save_at_once
-            )
+            if self.config.asynchronous and not (last or stop):
+                save = self._save_asynchronously
+            else:
+                save = self._save_at_once
             with named("save"):
                 save(step, metrics)
             self._saved_step = step

@@ -109,7 +109,9 @@ class Corpus:
     def valid(self) -> GPTBatches | BlendedBatches | None:
         """Validation batches, to be read in order; every label counts: bits per byte are of the whole text, or of
         the answers of conversations."""
-        return self._batches(self.valid_parts, False, short=True) if self.valid_parts else None
+        if self.valid_parts:
+            return self._batches(self.valid_parts, False, short=True)
+        return None
 
     @property
     def validation_texts(self) -> "dict[str, Corpus]":
@@ -293,11 +295,10 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         train_files = [(None, shards.open(0))] if shards is not None else _open_files(data.train)
         valid_files = _open_files(data.valid)
         first_file = train_files[0][1]
-        tokenizer_file = (
-            Path(data.tokenizer)
-            if data.tokenizer is not None
-            else tokenizer_path(first_file.prefix)
-        )
+        if data.tokenizer is not None:
+            tokenizer_file = Path(data.tokenizer)
+        else:
+            tokenizer_file = tokenizer_path(first_file.prefix)
         if data.tokenizer is None:
             tokenizer = tokenizer_of(first_file)
         else:

@@ -315,7 +315,9 @@ def _validate(
             tokens_seen=meter.tokens_seen(step),
         )
         say(log.add_validation(record).line(config.train_steps))
-    return found[MAIN].bits_per_byte if MAIN in found else None
+    if MAIN in found:
+        return found[MAIN].bits_per_byte
+    return None
 
 
 def _metrics(result: StepResult, bits_per_byte: float | None) -> dict[str, SupportsFloat]:

@@ -84,7 +84,9 @@ class Dispatch:
             return by_number
         of_tokens = by_number.view(-1, per_row, by_number.shape[1])
         # two slots: the same bits as their sum, in a quarter of its time on CPUs
-        return of_tokens[:, 0] + of_tokens[:, 1] if per_row == 2 else of_tokens.sum(1)
+        if per_row == 2:
+            return of_tokens[:, 0] + of_tokens[:, 1]
+        return of_tokens.sum(1)
 
 
 def _planned(routing: Routing, router: Router, group: Group | None) -> tuple[Any, ...]:

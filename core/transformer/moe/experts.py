@@ -51,9 +51,11 @@ class Experts(torch.nn.Module):
         ps = build.parallel
         self.edp_is_summed = False  # by a wrapper that sums .grad over edp itself
         self._has_data_ranks, self._ranks = ps.size("dp-cp") > 1, ps.size("ep")
-        self._sum_group = (
-            ps.group("tp") if self._has_data_ranks else ps.group("edp")
-        )  # in a plain loop
+        # in a plain loop
+        if self._has_data_ranks:
+            self._sum_group = ps.group("tp")
+        else:
+            self._sum_group = ps.group("edp")
 
     def forward(self, rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
         """rows [n, h] sorted by expert, weights [n, 1] -> [n, h], each expert's output times its weight."""
@@ -74,11 +76,15 @@ class Experts(torch.nn.Module):
                 "sums their gradients: a plain .grad and DDP take all data ranks for copies of one model; wrap the "
                 "model in core.data_parallel.DataParallel"
             )
-        return weight if self._sum_group is None else sum_gradient(weight, self._sum_group)
+        if self._sum_group is None:
+            return weight
+        return sum_gradient(weight, self._sum_group)
 
 
 def _activate(y: Tensor, activation: Activation, is_gated: bool) -> Tensor:
-    return gated(y, activation) if is_gated else activation(y)
+    if is_gated:
+        return gated(y, activation)
+    return activation(y)
 
 
 class _WeightedActivation(torch.autograd.Function):

@@ -45,7 +45,9 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], sharded alike."""
-        return self._outside_graphs(x) if torch.compiler.is_compiling() else self._forward(x)
+        if torch.compiler.is_compiling():
+            return self._outside_graphs(x)
+        return self._forward(x)
 
     @torch.compiler.disable
     def _outside_graphs(self, x: Tensor) -> Tensor:
@@ -68,7 +70,9 @@ class MoELayer(nn.Module):
             y = self.balance.attach(y, routing, sequences=shard.shape[1])
         if self._cuts_tokens:
             y = gather_from_sequence_region(y, tp, to_tensor_region=False)[: x.shape[0]]
-        return y if shared is None else y + shared
+        if shared is None:
+            return y
+        return y + shared
 
     def _padded(self, x: Tensor) -> Tensor:
         """Rows of zeros to a multiple of tp, for a generated token; in training rows would count for the balance."""
@@ -78,4 +82,6 @@ class MoELayer(nn.Module):
                 f"sequence length {x.shape[0]} does not divide over {self.parallel.size('tp')} tensor-parallel ranks "
                 f"that route tokens of their own; pad it to {x.shape[0] + missing}"
             )
-        return torch.cat((x, x.new_zeros(missing, *x.shape[1:]))) if missing else x
+        if missing:
+            return torch.cat((x, x.new_zeros(missing, *x.shape[1:])))
+        return x

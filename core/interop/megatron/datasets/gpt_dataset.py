@@ -189,9 +189,11 @@ class GPTDataset(torch.utils.data.Dataset):
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
         """A sample; None is one that no loss counts (to fill a batch)."""
         config = self.config
-        number = (
-            0 if idx is None else range(len(self))[idx]
-        )  # a range checks the index, and counts from the end
+        # a range checks the index, and counts from the end
+        if idx is None:
+            number = 0
+        else:
+            number = range(len(self))[idx]
         text = self._text(number)
         tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
         masks = masks_and_positions(

@@ -12,7 +12,10 @@ from core.parallel_state import ParallelState, current_state, layout_of
 from core.parallel_state.collectives import all_reduce, broadcast
 from core.transformer.moe.experts import Experts
 
-_SHARDED = "DataParallel(model, parallel_state, zero_stage=1) and ShardedAdamW divide the states (docs/from_megatron.md)"
+_SHARDED = (
+    "DataParallel(model, parallel_state, zero_stage=1) and ShardedAdamW divide the states "
+    "(docs/from_megatron.md)"
+)
 
 
 @dataclass
@@ -91,9 +94,10 @@ class DistributedDataParallel(nn.Module):
                 # one flat buffer: ranks may differ in which parameters got a gradient, not in what they send
                 flat_gradients = []
                 for parameter in same:
-                    gradient = (
-                        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                    )
+                    if parameter.grad is None:
+                        gradient = torch.zeros_like(parameter)
+                    else:
+                        gradient = parameter.grad
                     flat_gradients.append(gradient.reshape(-1).to(reduce_dtype))
                 total = all_reduce(torch.cat(flat_gradients), group)
                 if mean:

@@ -32,7 +32,9 @@ def get_module(spec_or_module: ModuleSpec | type | Any, **more: Any) -> Any:
     if not isinstance(spec_or_module, ModuleSpec):
         return spec_or_module
     module = spec_or_module.module
-    return import_module(module) if isinstance(module, tuple) else module
+    if isinstance(module, tuple):
+        return import_module(module)
+    return module
 
 
 def build_module(spec_or_module: ModuleSpec | type | Any, *args: Any, **kwargs: Any) -> Any:

@@ -65,7 +65,9 @@ class Qwen3Moe(LlamaLike):
             facts.get("use_sliding_window", False),
             facts.get("sliding_window", self.sliding_window),
         )
-        return (window,) * facts["num_hidden_layers"] if slides and window is not None else None
+        if slides and window is not None:
+            return (window,) * facts["num_hidden_layers"]
+        return None
 
     def window_fields(self, windows: Windows) -> Fields:
         """The fields of windows."""

@@ -57,11 +57,9 @@ class Family:
 def activation_name(config: TransformerConfig) -> str:
     """Theirs, of our activation; of a function of the user's own a name that nobody has."""
     ours = str(config.activation_func)
-    return (
-        ours
-        if ours == "silu"
-        else next((name for name, of in ACTIVATIONS.items() if of == ours), ours)
-    )
+    if ours == "silu":
+        return ours
+    return next((name for name, of in ACTIVATIONS.items() if of == ours), ours)
 
 
 def one_dropout(facts: Facts, default: float = 0.0) -> Rules:

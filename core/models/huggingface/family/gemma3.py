@@ -153,4 +153,6 @@ def _ropes(facts: Facts) -> dict[str, Mapping[str, Any]]:
 def whole(number: float) -> float:
     """The integer that a number is but for rounding."""
     nearest = round(number)
-    return nearest if abs(number - nearest) < 1e-9 * number else number
+    if abs(number - nearest) < 1e-9 * number:
+        return nearest
+    return number

@@ -164,7 +164,9 @@ class LlamaLike:
             facts.get("sliding_window", self.sliding_window),
         )
         if self.window == "always":
-            return (window,) * layers if window is not None else None
+            if window is not None:
+                return (window,) * layers
+            return None
         slides, kinds = bool(facts.get("use_sliding_window", False)), self.layer_types(facts)
         if not slides or window is None:
             return None

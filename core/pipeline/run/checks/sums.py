@@ -41,9 +41,11 @@ class SumsWatch:
     ) -> None:
         # where replicas are, gradients may be summed between the step and the optimizer
         self._is_alone = grad_sync is None and ps.size("dp-cp") == 1
-        self._replicas = (
-            ps.size("dp-cp") if grad_sync is None else 1
-        )  # of the tokens that nobody here sums over
+        # of the tokens that nobody here sums over
+        if grad_sync is None:
+            self._replicas = ps.size("dp-cp")
+        else:
+            self._replicas = 1
         self._modules, self._steps = modules, 0
         self._is_over = False  # told, or nothing to tell
         self._result: StepResult | None = None

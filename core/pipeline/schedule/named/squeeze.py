@@ -59,7 +59,9 @@ class _PatternScheduler(ListScheduler):
             now + self.policy.patience * self.problem.duration[stage * self.problem.stride + kind]
         )
         worth_waiting = [arrival for arrival, unit in later if unit < best_unit and arrival < until]
-        return (min(worth_waiting), None) if worth_waiting else (now, best)
+        if worth_waiting:
+            return (min(worth_waiting), None)
+        return (now, best)
 
 
 def squeeze(

@@ -39,7 +39,8 @@ def unknown(name: str, fields_by_name: Mapping[str, Field]) -> str:
     """What is said about a name that no field has: the nearest one that there is."""
     sections = sorted({field.section for field in fields_by_name.values()} - {""})
     if name in sections:
-        return f"{name} is a part of a run, with fields of its own; give {name}.{_first(name, fields_by_name)} or others"
+        first = _first(name, fields_by_name)
+        return f"{name} is a part of a run, with fields of its own; give {name}.{first} or others"
     section, _, key = name.rpartition(".")
     if key in REMARKS and TORCHTITAN.get(name) is None:
         return f"unknown {name}; {REMARKS[key]}"

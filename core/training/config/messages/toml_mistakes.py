@@ -21,7 +21,9 @@ def explained(text: str, error: ValueError) -> str:
         return f"it is JSON; {_AS_TOML}"
     line = lines[number - 1] if number <= len(lines) else ""
     said = _of_line(line, words, lines[: number - 1])
-    return f"line {number}: {said}" if said else str(error)
+    if said:
+        return f"line {number}: {said}"
+    return str(error)
 
 
 def _of_line(line: str, words: str, above: Sequence[str]) -> str:
@@ -40,11 +42,9 @@ def _of_line(line: str, words: str, above: Sequence[str]) -> str:
         return _of_setting(setting[1], setting[2], words, above)
     if re.match(r"^\s*[\w.-]+\s*:", line):
         return f"{line.strip()!r} looks like YAML; {_AS_TOML}"
-    return (
-        f"{line.strip()!r} is no setting (name = value) and no header ([part])"
-        if line.strip()
-        else ""
-    )
+    if line.strip():
+        return f"{line.strip()!r} is no setting (name = value) and no header ([part])"
+    return ""
 
 
 def _of_setting(key: str, value: str, words: str, above: Sequence[str]) -> str:

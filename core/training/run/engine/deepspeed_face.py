@@ -77,11 +77,10 @@ class EngineFace(nn.Module):
         Raises ValueError: no scalar tensor; a batch of the loader that holds several microbatches.
         """
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            kind = (
-                f"of shape {tuple(loss.shape)}"
-                if isinstance(loss, Tensor)
-                else f"a {type(loss).__name__}"
-            )
+            if isinstance(loss, Tensor):
+                kind = f"of shape {tuple(loss.shape)}"
+            else:
+                kind = f"a {type(loss).__name__}"
             raise ValueError(
                 f"backward needs a loss of 1 number in a tensor, this is {kind}; take its mean"
             )
@@ -166,7 +165,9 @@ class EngineFace(nn.Module):
 
     def get_global_grad_norm(self) -> float | None:
         """Of the last update, before clipping (waits for the device); None before the first."""
-        return None if self._last_stats is None else float(self._last_stats.grad_norm)
+        if self._last_stats is None:
+            return None
+        return float(self._last_stats.grad_norm)
 
     def get_lr(self) -> list[float]:
         """The learning rate of the next update, of each param group."""
@@ -211,7 +212,9 @@ class EngineFace(nn.Module):
     def world_size(self) -> int:
         """How many processes there are."""
         world = self.optimizer.ps.world
-        return 1 if world is None else world.size
+        if world is None:
+            return 1
+        return world.size
 
     @property
     def dp_world_size(self) -> int:
@@ -332,4 +335,6 @@ def _find_checkpoint(address: str, tag: str | int | None) -> str | None:
     if tag is not None:
         return below(address, str(tag))
     is_checkpoint = directory.size("manifest.json") is not None
-    return address if is_checkpoint else None
+    if is_checkpoint:
+        return address
+    return None

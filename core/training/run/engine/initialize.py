@@ -221,4 +221,6 @@ def _stages(
 
 
 def _say_on_first_rank(ps: ParallelState) -> Callable[[str], None]:
-    return print if ps.rank == 0 else lambda text: None
+    if ps.rank == 0:
+        return print
+    return lambda text: None

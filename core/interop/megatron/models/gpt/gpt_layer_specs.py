@@ -27,11 +27,10 @@ def get_gpt_layer_local_spec(
     without_effect = (None, False, 0, "LayerNorm", "RMSNorm")
     unsupported = [name for name, value in arguments.items() if value not in without_effect]
     if unsupported:
-        remedy = (
-            "; TransformerConfig(qk_layernorm=True) says it"
-            if "qk_layernorm" in unsupported
-            else ""
-        )
+        if "qk_layernorm" in unsupported:
+            remedy = "; TransformerConfig(qk_layernorm=True) says it"
+        else:
+            remedy = ""
         raise ValueError(
             f"{len(unsupported)} arguments ask for parts that are not here: {', '.join(unsupported)}{remedy}"
         )

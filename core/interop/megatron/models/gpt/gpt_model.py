@@ -103,7 +103,9 @@ class GPTModel(ours.GPTModel):
             begin, mask = mask, None
         output = super().forward(input_ids, position_ids, mask, labels, document_begin=begin)
         has_split_logits = labels is None and self.parallel_output and self.post_process
-        return self.gather_logits(output) if runtime_gather_output and has_split_logits else output
+        if runtime_gather_output and has_split_logits:
+            return self.gather_logits(output)
+        return output
 
 
 def _model_fields(config: TransformerConfig) -> TransformerConfig:
