@@ -121,7 +121,8 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
             ps = ParallelState.build(run.parallel, device=device)
             with kernels_of_run(device, deterministic=run.training.deterministic):
                 pretrain(loaded, run, ps)
-            ps.leave()  # threads of gloo that live into the interpreter's end have ended a rank by SIGABRT
+            # threads of gloo that live into the interpreter's end have ended a rank by SIGABRT
+            ps.leave()
 
 
 if __name__ == "__main__":

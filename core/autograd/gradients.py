@@ -41,9 +41,8 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
     # asked for every linear of a step: without a call
     if parameter._post_accumulate_grad_hooks and getattr(parameter, "main_grad", None) is None:
         return False
-    if (
-        region is not None and region.in_backward
-    ):  # the region asks for all gradients, and passes them on
+    # the region asks for all gradients, and passes them on
+    if region is not None and region.in_backward:
         return True
     try:
         return bool(torch._C._will_engine_execute_node(node.next_functions[1][0]))

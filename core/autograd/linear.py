@@ -63,9 +63,8 @@ class _DeferredLinear(torch.autograd.Function):
             y = region.multiply(
                 partial(_multiply, x.detach(), matrix, flat_bias, comm), operands, collective
             )
-        if (
-            y._is_view()
-        ):  # autograd lets nobody write into a view that a Function returns, and `relu_` is common
+        # autograd lets nobody write into a view that a Function returns, and `relu_` is common
+        if y._is_view():
             y = y.detach()
         if ctx.needs_input_grad[1]:  # of a frozen weight the input is not needed
             ctx.save_for_backward(x)

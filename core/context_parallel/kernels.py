@@ -265,9 +265,8 @@ def attend(
         q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None
     )
     out, logsumexp = forward(q, k, v, causal, bias, scale)
-    if (
-        bias is not None
-    ):  # fused kernels tell 0 of a row without keys, which would weigh as much as a key
+    # fused kernels tell 0 of a row without keys, which would weigh as much as a key
+    if bias is not None:
         logsumexp = logsumexp.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
     return out, logsumexp
 

@@ -206,9 +206,8 @@ class _Sums(Follower):
             for rank in range(group.size)
             if gathered[rank].isfinite().all() and gathered[rank].any()
         ]
-        if (
-            not used
-        ):  # e.g. a rank whose rows are all masked adds nothing, whatever it is divided by
+        # e.g. a rank whose rows are all masked adds nothing, whatever it is divided by
+        if not used:
             return
         sizes = gathered[used, 0]
         tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2

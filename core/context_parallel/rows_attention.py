@@ -42,9 +42,8 @@ class RowsOfRing:
         first, last = self.documents.bounds.numpy()
         query_rows, key_rows = self._rows(self.rank), self._rows(block.source)
         lowest_key = key_rows[block.keys.start]
-        if (
-            last[block.queries.stop - 1] <= lowest_key
-        ):  # ascending: no query begins after the first key
+        # ascending: no query begins after the first key
+        if last[block.queries.stop - 1] <= lowest_key:
             return whole(block)
         return list(pieces(block, query_rows, key_rows, first, last))
 

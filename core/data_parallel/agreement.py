@@ -20,9 +20,8 @@ from core.parallel_state.environment import HostCopy, reading_waits
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
-READ_EVERY = (
-    64  # steps between two looks at an accelerator's flags, which are copied to the host meanwhile
-)
+# steps between two looks at an accelerator's flags, which are copied to the host meanwhile
+READ_EVERY = 64
 BITS = 48  # flags per float64, which holds integers of up to 53 bits exactly
 _MODULUS = 1 << 31
 # whose numbers must be the same: of options, changes of p.grad, dense weights, experts' weights, what is asked for
@@ -107,9 +106,8 @@ class Agreement:
         else:
             first = torch.zeros_like(self._first[:, : len(rows)])
         differs = numbers != numbers.gather(1, first)
-        if reading_waits(
-            self._ps.device
-        ):  # who has not written says nothing: nobody can ask again there
+        # who has not written says nothing: nobody can ask again there
+        if reading_waits(self._ps.device):
             differs[_WEIGHTS] &= (numbers[_WEIGHTS] != 0) & (
                 numbers.gather(1, first)[_WEIGHTS] != 0
             )

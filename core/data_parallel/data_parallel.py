@@ -102,9 +102,8 @@ class DataParallel(GradSync):
         )
         if on_meta:
             fill_all(module, ps, on_meta, self.buffers, init)
-        if (
-            overlap is None
-        ):  # worth it where a backend needs no cores of ours, or memory is to be bounded
+        # worth it where a backend needs no cores of ours, or memory is to be bounded
+        if overlap is None:
             runs_beside_us = any(
                 b.ranks is not None and ps.device.type not in b.ranks.gloo for b in self.buffers
             )
@@ -145,9 +144,8 @@ class DataParallel(GradSync):
             buffer = Buffer(
                 number, bucket, parameters, self.ps, zero_stage=self.zero_stage, **dtypes
             )
-            buffer.loan_warnings = (
-                loan_warnings  # one list: the first loan of any bucket warns for all
-            )
+            # one list: the first loan of any bucket warns for all
+            buffer.loan_warnings = loan_warnings
             buffers.append(buffer)
         return tuple(buffers)
 
@@ -273,7 +271,8 @@ class DataParallel(GradSync):
             self._refuse_unused()
         self._steps += 1
         if self._check_every and self._steps % self._check_every == 0:
-            self.check_replicas()  # before an update: after it every rank has just been sent the same
+            # before an update: after it every rank has just been sent the same
+            self.check_replicas()
 
     def _refuse_unknown(self, parameters: Iterable[Tensor]) -> None:
         if unknown := self._gradient_sums.unknown(parameters):

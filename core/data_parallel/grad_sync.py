@@ -180,9 +180,8 @@ class GradientSums:
         """Add to the gradient of a parameter, inside of a backward."""
         if self.phase and not (self.zeroed_by_hand and self._renewed()):
             return  # `gradient_hooked`, which follows, decides what becomes of it
-        if self._divided and not (
-            self._has_executor or self._current_round.open
-        ):  # no hook saw this backward begin
+        # no hook saw this backward begin
+        if self._divided and not (self._has_executor or self._current_round.open):
             self.plain_backward(self._stage_of[slot.buffer])
         slot.buffer.add(slot.index, gradient.detach())
 
@@ -308,9 +307,8 @@ class GradientSums:
 
     def plain_backward(self, stage: nn.Module) -> bool:
         """A backward has begun. Returns whether it is a plain loop's, which no executor has announced."""
-        if not self._has_executor and (
-            not self.phase or self._renewed()
-        ):  # in other phases gradients are dropped or refused
+        # in other phases gradients are dropped or refused
+        if not self._has_executor and (not self.phase or self._renewed()):
             self.backward_begins(stage)
             if self._divided:
                 after_backward(self._rounds[stage].end)

@@ -41,9 +41,8 @@ class UpdateWatch:
         self._agreement, self._buffers, self._stages = agreement, buffers, stages
         self._slots, self._take_weights = slots, take_weights
         self._forwards, self._optimizer_steps = 0, 0
-        self._meetings = self._meetings_at_look = (
-            0  # of the agreement, at the last forward and at the last look
-        )
+        # of the agreement, at the last forward and at the last look
+        self._meetings = self._meetings_at_look = 0
         self._versions = 0
         self._seen: Tensor | None = None  # checksums of the weights
         self._hooks: list[Any] = []

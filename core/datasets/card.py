@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = "paracore tokens 1"
-FORMAT_ANSWERS = "paracore tokens 2"  # tokens of answers, whose loss counts, are stored as ~token, which is negative
+# tokens of answers, whose loss counts, are stored as ~token, which is negative
+FORMAT_ANSWERS = "paracore tokens 2"
 _FAMILY = "paracore tokens"
 _FORMAT_KEY = re.compile(
     rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
-_BLOCK = 1024  # draws that are computed together: the cost of numpy's calls is that of one sample otherwise
+# draws that are computed together: the cost of numpy's calls is that of one sample otherwise
+_BLOCK = 1024
 
 
 def permute(index: npt.ArrayLike, n: int, *, seed: int, epoch: int = 0) -> Ids:

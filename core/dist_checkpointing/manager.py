@@ -223,9 +223,8 @@ class CheckpointManager:
         """
         if isinstance(self._copy, CopyBesideStep):
             self._copy.before_update()
-        if (
-            self._copy is not None and self._copy.done()
-        ):  # a copy that failed ends the save now, on all ranks
+        # a copy that failed ends the save now, on all ranks
+        if self._copy is not None and self._copy.done():
             self._finish_copy()
 
     def _finish_copy(self) -> None:

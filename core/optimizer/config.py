@@ -10,9 +10,8 @@ from core.parallel_state.config import raise_all
 OPTIMIZERS = ("adamw", "sgd", "muon")
 MUON_LR_SCALES = ("match_rms_adamw", "original")
 DECAY_CHOICES = ("matrices", "all")
-MOST_STEPS = (
-    1 << 62
-)  # step counts are multiplied by fractions, in floats: larger ones lose precision
+# step counts are multiplied by fractions, in floats: larger ones lose precision
+MOST_STEPS = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +204,8 @@ class OptimizerConfig:
             "adamw": ("exp_avg", "exp_avg_sq"),
             "sgd": ("momentum_buffer",) if self.first_momentum else (),
         }
-        muon = (
-            "momentum_buffer",
-            "exp_avg",
-            "exp_avg_sq",
-        )  # hidden matrices the first, others the rest
+        # hidden matrices the first, others the rest
+        muon = ("momentum_buffer", "exp_avg", "exp_avg_sq")
         return kinds.get(self.optimizer, muon) + (("ema",) if self.ema_decay else ())
 
     @property

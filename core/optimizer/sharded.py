@@ -227,9 +227,8 @@ class ShardedOptimizer(Averages, TorchFace):
             loss_scale = self._scaler.divisor()
         divisor = self._number(shard.default_divisor if num_tokens is None else num_tokens)
         replicas, all_replicas = shard.replicas, self.ps.size("dp-cp")
-        if (
-            num_tokens is not None and replicas != all_replicas
-        ):  # somebody's read of p.grad has averaged them already
+        # somebody's read of p.grad has averaged them already
+        if num_tokens is not None and replicas != all_replicas:
             divisor = divisor * (replicas / all_replicas)
         if loss_scale is not None:
             divisor = divisor * self._number(loss_scale)

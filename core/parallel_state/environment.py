@@ -11,7 +11,8 @@ from torch import Tensor
 
 from core.parallel_state.collectives import groups as pg
 
-EMULATED = 2.0  # times a float32 product: a bfloat16 one takes no longer where there are instructions for it
+# times a float32 product: a bfloat16 one takes no longer where there are instructions for it
+EMULATED = 2.0
 
 
 def local_device(kind: str | None = None, *, shared: bool = False) -> torch.device:
@@ -36,9 +37,8 @@ def local_device(kind: str | None = None, *, shared: bool = False) -> torch.devi
     if index is None:
         index = torch.accelerator.current_device_index()
     count = torch.accelerator.device_count()
-    if (
-        requested.index is None and index == 0 and count > 1
-    ):  # nobody chose, and there is something to choose
+    # nobody chose, and there is something to choose
+    if requested.index is None and index == 0 and count > 1:
         index = int(os.environ.get("LOCAL_RANK", 0))  # as torchrun numbers the processes of a host
     if shared and requested.index is None:
         index = int(os.environ.get("LOCAL_RANK", 0)) % count

@@ -297,9 +297,8 @@ def full_tensor(
         )
     layout = layout_of(parameter if like is None else like)
     ps, full = parallel if parallel is not None else current_state(), parameter
-    for axis, dim in reversed(
-        list(layout.split.items())
-    ):  # on one dim the first named axis is outermost
+    # on one dim the first named axis is outermost
+    for axis, dim in reversed(list(layout.split.items())):
         moved, group = full.transpose(dim, -1), ps.group(axis)
         if axis == "ep" and group is not None:
             whole = _GatherExperts.apply(moved, parameter, group, ps.size("tp"))

@@ -117,9 +117,8 @@ class PlacedModule(SpreadModule):
 
     own_modules: OwnModules | None = None
     input_is_split = False  # whether tensor ranks are given different columns
-    split_output: int | None = (
-        None  # the dim of its weight's output dims of which each rank returns a part
-    )
+    # the dim of its weight's output dims of which each rank returns a part
+    split_output: int | None = None
 
     def place_in(self, own_modules: OwnModules | None) -> None:
         """Called where the layer is whole."""

@@ -93,12 +93,10 @@ class SplitWatch:
         self._by_hand: ByHand | None = None  # observes arithmetic between forwards
         self._split: list[tuple[nn.Module, str]] = []
         self._forwards_with_gradients = 0
-        self._warned_of: set[tuple[str, bool]] = (
-            set()
-        )  # kinds of arithmetic, on weights or on gradients
-        self._probe: tuple[Tensor, int] | None = (
-            None  # a parameter, and its version in the last forward
-        )
+        # kinds of arithmetic, on weights or on gradients
+        self._warned_of: set[tuple[str, bool]] = set()
+        # a parameter, and its version in the last forward
+        self._probe: tuple[Tensor, int] | None = None
 
     def __deepcopy__(self, memo: dict) -> "SplitWatch":
         copy = SplitWatch(

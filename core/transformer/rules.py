@@ -17,9 +17,8 @@ def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterato
     heads, groups = config.num_attention_heads, config.groups
     yield _divides("num_attention_heads", heads, tp, heads)
     yield _divides("num_query_groups", groups, tp, groups)
-    if not all(
-        map(config.has_experts, range(config.num_layers))
-    ):  # experts are whole on each tensor rank
+    # experts are whole on each tensor rank
+    if not all(map(config.has_experts, range(config.num_layers))):
         yield _divides("ffn_hidden_size", config.ffn, tp, config.ffn)
     if (shared := config.moe_shared_expert_intermediate_size) is not None:
         yield _divides("moe_shared_expert_intermediate_size", shared, tp, shared)

@@ -86,9 +86,8 @@ class TransformerConfig:
     kv_channels: int | None = None  # hidden_size / num_attention_heads: the size of one head
     normalization: str = "LayerNorm"
     layernorm_epsilon: float = 1e-5
-    layernorm_zero_centered_gamma: bool = (
-        False  # norms multiply by 1 + weight, and weights begin at 0 (Gemma)
-    )
+    # norms multiply by 1 + weight, and weights begin at 0 (Gemma)
+    layernorm_zero_centered_gamma: bool = False
     qk_layernorm: bool = False  # normalise each head of query and key
     activation_func: str | Activation = "gelu"
     gated_linear_unit: bool = False
@@ -102,30 +101,25 @@ class TransformerConfig:
     # per layer, instead of the three above; a layer with None does not rotate (NoPE, arXiv 2305.19466)
     rotary_per_layer: tuple[RotaryConfig | None, ...] | None = None
     softmax_scale: float | None = None  # head_size ** -0.5: of the scores, before their softmax
-    embedding_multiplier: float = (
-        1.0  # of token embeddings; a tied output layer multiplies by the table itself
-    )
-    windows: tuple[int | None, ...] | None = (
-        None  # per layer: tokens that a token sees, itself included
-    )
+    # of token embeddings; a tied output layer multiplies by the table itself
+    embedding_multiplier: float = 1.0
+    # per layer: tokens that a token sees, itself included
+    windows: tuple[int | None, ...] | None = None
     # a mixture of experts in the place of MLPs; see core/transformer/moe
     num_moe_experts: int | None = None  # None: no layer has experts
-    moe_layer_freq: int | tuple[int, ...] = (
-        1  # n: every n-th layer from the first; or 1 or 0 of each layer
-    )
+    # n: every n-th layer from the first; or 1 or 0 of each layer
+    moe_layer_freq: int | tuple[int, ...] = 1
     moe_router_topk: int = 2  # experts of a token
     moe_ffn_hidden_size: int | None = None  # ffn_hidden_size: the width of one expert
-    moe_shared_expert_intermediate_size: int | None = (
-        None  # of an MLP that every token uses beside its experts
-    )
+    # of an MLP that every token uses beside its experts
+    moe_shared_expert_intermediate_size: int | None = None
     moe_router_score_function: str = "softmax"  # or "sigmoid"
     moe_router_pre_softmax: bool = False  # softmax over all experts instead of the chosen ones
     moe_router_topk_scaling_factor: float | None = None  # of the weights
     moe_router_num_groups: int | None = None  # experts are chosen from the best groups only
     moe_router_group_topk: int | None = None  # so many groups
-    moe_router_enable_expert_bias: bool = (
-        False  # added to scores for the choice; moves after each step
-    )
+    # added to scores for the choice; moves after each step
+    moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3  # by so much
     # of a microbatch; "seq_aux_loss": each sequence; "global_aux_loss": the global batch before; "none"
     moe_router_load_balancing_type: str = "aux_loss"
@@ -135,9 +129,8 @@ class TransformerConfig:
     init_method_std: float = 0.02
     params_dtype: torch.dtype = torch.float32
     pipeline_dtype: torch.dtype | None = None  # params_dtype: what crosses a stage boundary
-    use_cpu_initialization: bool = (
-        True  # False: each device draws for itself (faster; values differ by device type)
-    )
+    # False: each device draws for itself (faster; values differ by device type)
+    use_cpu_initialization: bool = True
 
     def __post_init__(self, moe_expert_capacity_factor: float | None) -> None:
         def default(name: str, value: int) -> None:

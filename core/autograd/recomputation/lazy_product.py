@@ -48,9 +48,8 @@ class RegionLinears:
     def __init__(self) -> None:
         self.in_second_run = self.was_computed = False
         self._counts = [0, 0]
-        self._shape: tuple[Any, Any, torch.dtype, torch.device] | None = (
-            None  # of the first run's latest product
-        )
+        # of the first run's latest product
+        self._shape: tuple[Any, Any, torch.dtype, torch.device] | None = None
         self._lazy_products: list[weakref.ref[LazyProduct]] = []
 
     def begin_second_run(self) -> None:

@@ -87,9 +87,8 @@ class Notes:
                 (aliases, [value._version for value in aliases if isinstance(value, Tensor)])
             )
             return made
-        if (
-            activation and not self._noted_activations
-        ):  # the first run was compiled, which notes none
+        # the first run was compiled, which notes none
+        if activation and not self._noted_activations:
             return make()
         if self._next >= len(self._noted):
             raise RuntimeError(

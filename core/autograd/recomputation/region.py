@@ -107,9 +107,8 @@ class _Region:
         # bag, seed, step and microbatch: dropout draws the same mask in the second run
         self.snapshot = self.stage.snapshot() if self.stage is not None else None
         self.random, self.draws = random_state(self.device), True
-        self.seed = (
-            torch.default_generator.initial_seed()
-        )  # what our dropout reads, which draws nothing
+        # what our dropout reads, which draws nothing
+        self.seed = torch.default_generator.initial_seed()
         self.autocast = Autocast(self.device)
 
     def call(self, tensors: Sequence[Tensor]) -> list:
@@ -376,9 +375,8 @@ def run_region(
         except RuntimeError as error:
             if not isinstance(error, _NestedError) and "saved tensor hooks" not in str(error):
                 raise
-        history.leaks_tensors = (
-            False  # torch.func or nested tensors inside: torch's checkpoint knows neither
-        )
+        # torch.func or nested tensors inside: torch's checkpoint knows neither
+        history.leaks_tensors = False
         region.restore()
     results = _Recompute.apply(region, *tensors, *parameters)
     if not region.state_before.leaks_tensors:

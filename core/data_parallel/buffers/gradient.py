@@ -40,9 +40,8 @@ UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 NORMS = {aten._foreach_norm.Scalar, aten.linalg_vector_norm.default}
 ZEROES = {aten.zero_.default, aten._foreach_zero_.default}
 ADDS = {aten.add_.Tensor, aten.add.Tensor}
-_OWN_REFERENCES = (
-    2  # references to an object that one attribute holds: the attribute, and getrefcount's argument
-)
+# references to an object that one attribute holds: the attribute, and getrefcount's argument
+_OWN_REFERENCES = 2
 
 
 class Sums(Protocol):
@@ -133,9 +132,8 @@ class ParameterSlot:
         """
         if torch._C._current_graph_task_id() != -1:
             return False
-        if (
-            self.sums.phase is not Phase.OPEN
-        ):  # of a summed gradient it may also be the first half of a change
+        # of a summed gradient it may also be the first half of a change
+        if self.sums.phase is not Phase.OPEN:
             self.sums.zeroed_by_hand.add(self)
             return self.sums.phase is Phase.STEPPED
         self.sums.changes.add_call("zero_", [self.place])
@@ -185,9 +183,8 @@ class BucketGradient(Tensor):
         ParameterSlot
     ]  # Python's collector sees no `p.grad`: strong, it would free no model
     step: int  # the number of the step whose gradient it is
-    listener: Callable[[Any, Any], None] | None = (
-        None  # hears of functions by hand and their results (`by_hand`)
-    )
+    # hears of functions by hand and their results (`by_hand`)
+    listener: Callable[[Any, Any], None] | None = None
 
     def __new__(cls, slot: ParameterSlot) -> "BucketGradient":
         """Of the parameter's shape and dtype, without memory."""

@@ -40,9 +40,8 @@ def allocate_from_meta(module: Modules, ps: ParallelState) -> dict[int, str]:
         for submodule in stage.modules():
             for name, parameter in submodule._parameters.items():
                 if parameter is not None and parameter.is_meta:
-                    if (
-                        id(parameter) not in replacements
-                    ):  # tied weights are one parameter, also afterwards
+                    # tied weights are one parameter, also afterwards
+                    if id(parameter) not in replacements:
                         replacements[id(parameter)] = _without_memory_like(parameter, ps.device)
                     submodule._parameters[name] = replacements[id(parameter)]
     ids = {id(parameter) for parameter in replacements.values()}
@@ -110,9 +109,8 @@ def fill_all(
                 elif any(
                     buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()
                 ):
-                    remake: Any = (
-                        submodule.reset_parameters
-                    )  # `allocate_from_meta` has checked that it is there
+                    # `allocate_from_meta` has checked that it is there
+                    remake: Any = submodule.reset_parameters
                     remake()
 
 

@@ -6,7 +6,8 @@ import torch
 
 from core.data_parallel.buffers.buffers import Buffer
 
-IN_FLIGHT = 2  # sums under way at once: each holds a bucket of scratch memory, at stages 2 and 3 full gradients
+# sums under way at once: each holds a bucket of scratch memory, at stages 2 and 3 full gradients
+IN_FLIGHT = 2
 
 
 def after_backward(call: Callable[[], None]) -> None:

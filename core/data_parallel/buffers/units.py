@@ -132,11 +132,11 @@ class StageUnits:
 
     def _before_backward(self, unit: Unit, position: int | None, without_root: bool) -> None:
         current = _backward_now()
-        if (
-            position is None or without_root
-        ) and current != self._last_backward:  # else this is another output
+        # else this is another output
+        if (position is None or without_root) and current != self._last_backward:
             self._last_backward = current
-            self._in_backward.clear()  # leftovers of a backward that failed, or did not reach every parameter
+            # leftovers of a backward that failed, or did not reach every parameter
+            self._in_backward.clear()
             is_plain_loop = self._backward_begins()
             self.begin_backward()
             # create_graph=True: a graph of this backward needs the weights afterwards
@@ -144,9 +144,8 @@ class StageUnits:
                 torch.autograd.Variable._execution_engine.queue_callback(self.free)
         if position is None:
             return
-        if not self._frees or (
-            unit in self._in_backward and unit.last_backward == current
-        ):  # another output
+        # another output
+        if not self._frees or (unit in self._in_backward and unit.last_backward == current):
             return
         # Units behind this one are finished when every parameter has its gradient.
         finished = [

@@ -52,9 +52,8 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
         if units == "layer":
             chosen |= _blocks(module, chosen)
         stages[number] = Members(module, chosen)
-    if units != "layer" and len(problems) == len(
-        stages
-    ):  # a single stage may lack some of the names
+    # a single stage may lack some of the names
+    if units != "layer" and len(problems) == len(stages):
         raise ValueError(f"shard_units: {problems[0]}")
     uses: dict[Parameter, set[tuple[int, str]]] = {}
     for number, stage in stages.items():

@@ -92,15 +92,15 @@ class Weights:
         # Stage 3. lent: gathered until the next step, because code outside of its unit reads it. unsharded: by
         # `DataParallel.unshard`. data_was_read: a program has its `.data`, whose writes change no version counter.
         self.lent = self.unsharded = self.data_was_read = False
-        self.updates = (
-            0  # a graph of before an update is refused by autograd, which compares versions
-        )
+        # a graph of before an update is refused by autograd, which compares versions
+        self.updates = 0
         self.loan_warnings: list[
             str
         ] = []  # shared by all buckets of one DataParallel: it warns once
         self.weights = flat[slice(*self.updated_interval)]
         self.gathered = True
-        self.written = False  # whether `take_weights` found anything that the program wrote since the last step
+        # whether `take_weights` found anything that the program wrote since the last step
+        self.written = False
         if self.stage == 3:
             self.weights = torch.zeros_like(self.weights) if on_meta else self.weights.clone()
             for parameter in self.parameters:
@@ -198,9 +198,8 @@ class Weights:
         """Stage 3: code outside of the unit reads the values: full until the next step. All-gather."""
         if self.gathered:
             return
-        if (
-            not self.loan_warnings
-        ):  # warn before the gather: if other ranks do not read, it waits in vain
+        # warn before the gather: if other ranks do not read, it waits in vain
+        if not self.loan_warnings:
             self.loan_warnings.append(self.label)
             warnings.warn(
                 f"ZeRO stage 3: {self.label} was read outside of its module's forward: gathered, which every rank "

@@ -17,9 +17,8 @@ from core.datasets.token_file_writer import TokenFileWriter
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 
 DOCUMENTS = ("file", "paragraph", "line")
-LEARNED_BYTES = (
-    256 << 20
-)  # of text a tokenizer is trained on: the first files in the order of the corpus
+# of text a tokenizer is trained on: the first files in the order of the corpus
+LEARNED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,13 +20,10 @@ from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 _FORMAT = 1
-_FEW_FILES = (
-    3  # of fewer, paragraphs are the documents: training and validation parts consist of whole ones
-)
-_POLL_S, _PATIENCE_S = (
-    0.3,
-    120.0,
-)  # a process that waits looks so often, and so long for one that prepares
+# of fewer, paragraphs are the documents: training and validation parts consist of whole ones
+_FEW_FILES = 3
+# a process that waits looks so often, and so long for one that prepares
+_POLL_S, _PATIENCE_S = (0.3, 120.0)
 
 
 def is_text(name: str) -> bool:

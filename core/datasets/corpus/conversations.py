@@ -26,11 +26,8 @@ _NEITHER = 'rows without "messages" or a "prompt" with its "response"'
 _NO_ROLES = "chats whose messages lack a role or a content"
 _NO_ANSWER = "chats without an answer of the assistant"
 _REWRITTEN = "chats of which the chat template rewrites earlier turns"
-_FILES = (
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)  # where a template may stand
+# where a template may stand
+_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 class Conversation(NamedTuple):

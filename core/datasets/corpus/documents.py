@@ -18,9 +18,8 @@ from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 CHUNK_BYTES = 1 << 20
-_BATCH_BYTES = (
-    1 << 16
-)  # tokenised at a time: more is slower, and takes 100 bytes of memory for a token
+# tokenised at a time: more is slower, and takes 100 bytes of memory for a token
+_BATCH_BYTES = 1 << 16
 PARAGRAPH_ENDS = (b"\n\n", b"\n\r\n")
 _BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
 
@@ -245,8 +244,7 @@ def _between_words(content: bytes, start: int, stop: int) -> int:
 
 
 def _between_characters(content: bytes, start: int, stop: int) -> int:
-    while (
-        stop > start + 1 and content[stop] & 0xC0 == 0x80
-    ):  # inside of a character: UTF-8's continuation bytes
+    # inside of a character: UTF-8's continuation bytes
+    while stop > start + 1 and content[stop] & 0xC0 == 0x80:
         stop -= 1
     return stop

@@ -13,9 +13,8 @@ TEXT = (".txt", ".md", ".rst", ".py")
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst")
 READ = (*TEXT, *LINES, ".parquet")
-_DATASET = (
-    "dataset_info.json"  # of a directory that `datasets.save_to_disk` wrote, beside state.json
-)
+# of a directory that `datasets.save_to_disk` wrote, beside state.json
+_DATASET = "dataset_info.json"
 _SPLITS = "dataset_dict.json"
 _OTHER_SUFFIX = "files of another suffix"
 

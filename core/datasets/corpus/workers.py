@@ -75,9 +75,8 @@ class _WorkerPool:
 
     def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Encoded]]:
         """Each job with its tokens, in order; a few jobs are ahead of the next one that is yielded."""
-        for _ in range(
-            self._workers
-        ):  # all before the first job, which waits until its process can read
+        # all before the first job, which waits until its process can read
+        for _ in range(self._workers):
             self._start()
         sent: dict[int, Job] = {}
         done: dict[int, Encoded] = {}
@@ -91,10 +90,8 @@ class _WorkerPool:
             ):
                 self._send(connection, number, job)
                 sent[number] = job
-                number, job = (
-                    number + 1,
-                    next(jobs, None),
-                )  # the next one is read while the workers work
+                # the next one is read while the workers work
+                number, job = (number + 1, next(jobs, None))
             # a slow job holds back the results behind it; `_AHEAD` bounds how many
             while written in done:
                 yield sent.pop(written), done.pop(written)
@@ -121,7 +118,8 @@ class _WorkerPool:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        worker_end.close()  # the parent holds one end alone: when it dies, the worker reads the end of the pipe
+        # the parent holds one end alone: when it dies, the worker reads the end of the pipe
+        worker_end.close()
         self._processes[parent_end] = process
 
     def _send(self, connection: Connection, number: int, job: Job) -> None:

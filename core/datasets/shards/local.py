@@ -79,10 +79,8 @@ class LocalShards:
             return
 
         def bring() -> None:
-            with (
-                contextlib.suppress(Exception),
-                self._locked(number),
-            ):  # `open` tries again, and tells
+            # `open` tries again, and tells
+            with contextlib.suppress(Exception), self._locked(number):
                 if self._here(number) is None:
                     self._brought(number)
 
@@ -111,9 +109,8 @@ class LocalShards:
     @contextlib.contextmanager
     def _locked(self, number: int, wait: bool = True) -> Iterator[None]:
         """Alone with the shard on this machine. Raises LockedError: without `wait`, where another has it."""
-        if (
-            self.fetch is None
-        ):  # then nothing is written or removed, and the folder may be read-only
+        # then nothing is written or removed, and the folder may be read-only
+        if self.fetch is None:
             yield
             return
         prefix = self._prefix(number)
@@ -151,10 +148,8 @@ class LocalShards:
             self.fetch(name, Path(folder))
             TokenFile(Path(folder) / name)
             index = f"{name}.idx"
-            for path in (
-                *sorted({*os.listdir(folder)} - {index}),
-                index,
-            ):  # without the index nothing opens
+            # without the index nothing opens
+            for path in (*sorted({*os.listdir(folder)} - {index}), index):
                 if path == index:
                     self._mark(number).touch()
                 os.replace(Path(folder) / path, self.directory / path)

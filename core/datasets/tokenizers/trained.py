@@ -24,12 +24,8 @@ _ENDS_OF_TEXT = (
     *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>"),
     *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<|eod|>", "<eod>", "[SEP]", "<sep>"),
 )
-_DECIDE_IDS = (
-    "added_tokens",
-    "normalizer",
-    "pre_tokenizer",
-    "model",
-)  # the rest is for decoding and for pairs
+# the rest is for decoding and for pairs
+_DECIDE_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 
 class Tokenizer:

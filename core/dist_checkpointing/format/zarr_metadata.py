@@ -130,9 +130,8 @@ def info_of(metadata: Mapping[str, Any]) -> ArrayInfo:
     dtype, tp_dim = attributes.get("torch_dtype", metadata["data_type"]), attributes.get("tp_dim")
     stacked = "stack" in attributes
     axis = attributes.get("axis", "tp")
-    ragged = (
-        not stacked and tp_dim == 0 and axis == "tp"
-    )  # rows cut over tp, outside of stacks: a vocabulary
+    # rows cut over tp, outside of stacks: a vocabulary
+    ragged = not stacked and tp_dim == 0 and axis == "tp"
     stack, layers, depth = (
         attributes.get("stack", ""),
         tuple(attributes.get("layers", ())),

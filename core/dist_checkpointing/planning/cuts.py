@@ -47,7 +47,8 @@ def check_layout(arrays: Arrays, tp: int, pp: int) -> None:
     """Raises ValueError naming the arrays that cannot be cut so, and the numbers that can."""
     if tp < 1 or pp < 1:
         raise ValueError(f"tp={tp} and pp={pp} must be at least 1")
-    cut_sizes = {}  # a dim that tensor parallelism cuts evenly: a vocabulary is padded and always fits
+    # a dim that tensor parallelism cuts evenly: a vocabulary is padded and always fits
+    cut_sizes = {}
     layer_counts = {}
     for key, info in arrays.items():
         if info.cut_dim is not None and not info.ragged:

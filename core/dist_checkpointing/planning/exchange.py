@@ -154,10 +154,8 @@ class ShardBits:
         """The elements of `box` in the stored dtype: a view on the CPU, else a copy."""
         if self.array is None:
             return _as_stored(self.cut(box), info)
-        index: Any = (
-            *slices(relative(box, self.box)),
-            ...,
-        )  # the dots: a view even of an array without dims
+        # the dots: a view even of an array without dims
+        index: Any = (*slices(relative(box, self.box)), ...)
         return self.array[index]
 
 

@@ -17,9 +17,8 @@ from core.dist_checkpointing.format.grid import cell_name, cell_of, cells
 from core.parallel_state.flat import Box, intersect, volume
 
 WAVE_BYTES = 64 << 20
-TRANSFER_ALIGN = (
-    16  # bytes: where a transfer starts in a message, so that it can be viewed in its own dtype
-)
+# bytes: where a transfer starts in a message, so that it can be viewed in its own dtype
+TRANSFER_ALIGN = 16
 
 Holders = dict[Box, tuple[int, ...]]  # of one cell: each box of it that ranks hold -> those ranks
 

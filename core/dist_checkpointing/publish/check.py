@@ -26,12 +26,8 @@ from core.dist_checkpointing.storage.zarr_store import Reader
 from core.dist_checkpointing.tools.console import printable
 from core.parallel_state.flat import Box, extent, volume
 
-_MALFORMED = (
-    KeyError,
-    TypeError,
-    ValueError,
-    ZeroDivisionError,
-)  # what reading strange metadata may raise
+# what reading strange metadata may raise
+_MALFORMED = (KeyError, TypeError, ValueError, ZeroDivisionError)
 _MAX_READ_BYTES = 64 << 20  # of a cell, at once; ours have 16 MiB
 Problems = dict[str, str]  # file -> what is wrong with it
 ForEach = Callable[

@@ -134,6 +134,5 @@ class Watch:
         self._contents.pop(url, None)
 
 
-WATCH = (
-    Watch()
-)  # of the process: each save, and each look of a manager, has a CheckpointRoot of its own
+# of the process: each save, and each look of a manager, has a CheckpointRoot of its own
+WATCH = Watch()

@@ -20,9 +20,8 @@ _LOCK = ".lock"
 MAX_TRIES = 100  # while other jobs take it and give it back
 POLL_S = 0.1
 PATIENCE_S = 3.0  # of a start that waits for a heartbeat, before it logs that it waits
-SILENT_S = (
-    5.0  # some beats, and what an NFS client may not see of them: then an orphan is the last one
-)
+# some beats, and what an NFS client may not see of them: then an orphan is the last one
+SILENT_S = 5.0
 
 
 class Heartbeat:

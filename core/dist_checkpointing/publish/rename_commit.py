@@ -236,9 +236,8 @@ class RenameCommit:
         leftovers, ownerless = self._leftovers(stale_s)
         for name, entry in ownerless:
             if not self._exists(name):
-                with contextlib.suppress(
-                    OSError
-                ):  # another job does the same; it counts as the step anyhow
+                # another job does the same; it counts as the step anyhow
+                with contextlib.suppress(OSError):
                     self._fs.rename(self.files.url + entry, self.files.url + name)
         self._discard(entry for entry in leftovers if not _TRASH.fullmatch(entry))
         for entry in filter(_TRASH.fullmatch, leftovers):

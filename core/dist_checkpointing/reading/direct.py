@@ -236,9 +236,8 @@ class _CellFile:
         data = np.frombuffer(self._index, np.uint8)
         _verify(data[:-CRC_BYTES], self._index[-CRC_BYTES:], "its index")
         entries = data[:-CRC_BYTES].view("<u8").reshape(-1, 2).tolist()
-        stored_bytes = (
-            self._chunks.unit_bytes + CRC_BYTES
-        )  # entries of another length lie outside of the array
+        # entries of another length lie outside of the array
+        stored_bytes = self._chunks.unit_bytes + CRC_BYTES
         return {
             number: offset
             for number, (offset, chunk_bytes) in enumerate(entries)

@@ -15,9 +15,8 @@ from core.parallel_state.flat import Box, extent, volume
 
 ALIGN = 64  # bytes: where an array begins in memory that is used again
 BATCH_BYTES = 8 << 20  # read at a time, while as many are used
-BUDGET = (
-    64 << 20
-)  # bytes in flight, of a reader that has a budget; a batch that is larger is not read ahead
+# bytes in flight, of a reader that has a budget; a batch that is larger is not read ahead
+BUDGET = 64 << 20
 
 AnyReader = Reader | DirectReader
 BoxRequests = Iterable[tuple[str, Box]]  # key of an array, box of it

@@ -64,9 +64,8 @@ class ShardedTensor:
     def __post_init__(self) -> None:
         dims = self.prepend_axis_num + self.data.dim()
         inside = True
-        if not is_dtensor(
-            self.data
-        ):  # it may have padded rows at its end, which cannot be cut off from outside
+        # it may have padded rows at its end, which cannot be cut off from outside
+        if not is_dtensor(self.data):
             intervals = zip(self.box, self.global_shape, strict=False)
             inside = all(start >= 0 and stop <= size for (start, stop), size in intervals)
         if not len(self.global_shape) == len(self.global_offset) == dims or not inside:

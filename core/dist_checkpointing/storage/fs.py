@@ -10,9 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_JSON_BYTES = (
-    64 << 20
-)  # of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
+# of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
+MAX_JSON_BYTES = 64 << 20
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:

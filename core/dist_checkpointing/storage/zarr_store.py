@@ -108,10 +108,8 @@ class Reader:
             overlap = intersect(cell, box)
             if overlap is None:
                 continue
-            inside: Any = (
-                *slices(relative(overlap, box)),
-                ...,
-            )  # the dots: a view even of an array without dims
+            # the dots: a view even of an array without dims
+            inside: Any = (*slices(relative(overlap, box)), ...)
             target = into[inside]
             name = f"{key}/{cell_name(index)}"
 

@@ -79,9 +79,8 @@ class _Record:
     state: Any
 
     def __init__(self, *arguments: Any) -> None:
-        if (
-            len(arguments) > MAX_ARGUMENTS
-        ):  # a pickle may give the same ones again and again, at no cost in bytes
+        # a pickle may give the same ones again and again, at no cost in bytes
+        if len(arguments) > MAX_ARGUMENTS:
             raise pickle.UnpicklingError(f"{len(arguments)} arguments, which no class of DCP has")
 
 
@@ -212,9 +211,8 @@ def _contents(folder: str, metadata: Any) -> DcpContents:
             folder, name, _fields(info, "_StorageInfo")
         )
     # DCP flattens nested dicts and lists, and keeps the way to each value
-    flattened: Mapping[str, Any] = (
-        fields.get("planner_data") or {}
-    )  # name -> where it was in nested dicts
+    # name -> where it was in nested dicts
+    flattened: Mapping[str, Any] = fields.get("planner_data") or {}
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, ByteRange] = {}
     paths: dict[str, tuple[str | int, ...]] = {}

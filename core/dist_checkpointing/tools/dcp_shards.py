@@ -16,9 +16,8 @@ from core.dist_checkpointing.storage.fs import open_regular
 from core.dist_checkpointing.tools.dcp import ByteRange, SavedTensor
 from core.parallel_state.flat import Box, extent, intersect, relative, slices
 
-CACHE_BYTES = (
-    1 << 30
-)  # of shards that stay for the next cells: one shard may be a part of many cells
+# of shards that stay for the next cells: one shard may be a part of many cells
+CACHE_BYTES = 1 << 30
 
 
 def load_saved(byte_range: ByteRange) -> Any:

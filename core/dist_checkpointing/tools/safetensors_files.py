@@ -169,9 +169,8 @@ def _converted(array: np.ndarray, stored_dtype: str, dtype: str) -> np.ndarray:
     """Values of another dtype, rounded to the nearest, as bits."""
     if stored_dtype == dtype:
         return array
-    with np.errstate(
-        invalid="ignore", over="ignore"
-    ):  # NaN stays NaN, what is too large becomes infinite
+    # NaN stays NaN, what is too large becomes infinite
+    with np.errstate(invalid="ignore", over="ignore"):
         converted = array.view(_numpy_dtype(stored_dtype)).astype(_numpy_dtype(dtype))
     return converted.view(STORED_DTYPES[dtype][0])
 

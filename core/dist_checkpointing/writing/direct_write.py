@@ -24,9 +24,8 @@ from core.dist_checkpointing.storage.zarr_store import Writer
 from core.parallel_state.flat import Box, extent, slices
 
 THREADS = 12  # most of them wait for the disk
-_MAX_UNITS = (
-    256  # of a cell: twice as many buffers go into one system call (the system's limit is 1024)
-)
+# of a cell: twice as many buffers go into one system call (the system's limit is 1024)
+_MAX_UNITS = 256
 
 
 def fastest_writer(

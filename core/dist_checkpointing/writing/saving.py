@@ -113,9 +113,8 @@ class Saver:
         except BaseException:  # an interrupt, too
             # once it is committing, only rank 0 knows whether there is something to withdraw
             if ps.rank == 0 or not committing:
-                with contextlib.suppress(
-                    OSError, ValueError
-                ):  # the first error is the one to be raised
+                # the first error is the one to be raised
+                with contextlib.suppress(OSError, ValueError):
                     job.withdraw()
             raise
         seconds = time.perf_counter() - begin

@@ -33,9 +33,8 @@ class Slab:
             os.posix_fallocate(self.fd, 0, size)
             old_size = self._size
             self._map(size)
-            self._memory[old_size :: mmap.PAGESIZE] = (
-                0  # page faults happen here, not in the stall of a save
-            )
+            # page faults happen here, not in the stall of a save
+            self._memory[old_size :: mmap.PAGESIZE] = 0
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """A view of the shared memory as an array; nothing is copied."""

@@ -216,9 +216,8 @@ def optimizer(reader: ConfigReader) -> None:
         return
     kind = kinds[name.lower()] if name is not None else None
     is_adam = name is not None and name.lower() == "adam"
-    plain_adam = (
-        is_adam and reader.value(f"{PARAMS}.adam_w_mode") is False
-    )  # weight decay through the moments
+    # weight decay through the moments
+    plain_adam = is_adam and reader.value(f"{PARAMS}.adam_w_mode") is False
     if kind is not None:
         reader.map_to("optimizer.type", "optimizer", optimizer=kind)
         is_torch_adamw = kind == "adamw" and reader.value(f"{PARAMS}.torch_adam") and not plain_adam

@@ -75,9 +75,8 @@ class GPTModel(nn.Module):
     device does not compute in.
     """
 
-    awaits_checkpoint = (
-        False  # whether its weights are no numbers yet, because a checkpoint will fill them
-    )
+    # whether its weights are no numbers yet, because a checkpoint will fill them
+    awaits_checkpoint = False
     _columns: SplitActivations | None = None  # follows split logits
 
     def __init__(

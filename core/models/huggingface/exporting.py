@@ -163,9 +163,8 @@ def save_huggingface(
 
         weights.order = [Part(key, layer) for key, layer in from_first(begin, parallel)]
         agree(problem_of(lambda: weights.in_order(write)), parallel)
-        problem = (
-            problem_of(opened.close) if parallel.rank == 0 else None
-        )  # the folder is published here
+        # the folder is published here
+        problem = problem_of(opened.close) if parallel.rank == 0 else None
     agree(problem, parallel)
 
 

@@ -35,9 +35,8 @@ def random_bits(key: tuple[int, int], index: Tensor) -> Tensor:
 def random_bits_from(key: tuple[int, int], first: int, count: int, device: torch.device) -> Tensor:
     """`random_bits` of the indices first ... first + count - 1, without a tensor of int64 indices."""
     high = first >> 32
-    if (
-        first + count - 1
-    ) >> 32 != high:  # the high word changes within them: once in 4 Gi elements
+    # the high word changes within them: once in 4 Gi elements
+    if (first + count - 1) >> 32 != high:
         return random_bits(key, torch.arange(first, first + count, device=device))
     low = torch.arange(count, dtype=torch.int32, device=device).add_(_signed(first & 0xFFFFFFFF))
     return _hash(key, low, high)

@@ -19,9 +19,8 @@ from core.optimizer.state.kernels import Batch
 from core.optimizer.state.offload import Offload
 from core.parallel_state.layout import Layout, layout_of
 
-COMPARE_CHUNK = (
-    1 << 18
-)  # elements: a chunk of main weights and one of weights fit into a core's cache
+# elements: a chunk of main weights and one of weights fit into a core's cache
+COMPARE_CHUNK = 1 << 18
 KindsOf = Callable[[str, Layout], tuple[str, ...]]
 KeyOf = Callable[[str, Layout], UpdateKey | None]  # None: no fused call updates the parameter
 

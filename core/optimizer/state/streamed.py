@@ -17,9 +17,8 @@ from core.optimizer.state.kernels import Batch, Factor
 from core.optimizer.state.state_buffers import StateBuffer
 
 CHUNK = 1 << 18  # elements: gradients, main weights and moments of a chunk fit into a core's cache
-FAR_CHUNK = (
-    1 << 22
-)  # elements, over a bus to an accelerator: large, because each copy has a latency
+# elements, over a bus to an accelerator: large, because each copy has a latency
+FAR_CHUNK = 1 << 22
 Update = Callable[[Batch, Factor, UpdateKey], None]
 Round = Callable[[Tensor, StateBuffer, Span], Tensor]
 
@@ -154,9 +153,8 @@ class Streamer:
         scratch = self._scratch.get(key)
         if scratch is None or scratch.numel() < size:
             device = torch.device("cpu") if on_host else self._device
-            pinned = (
-                on_host and self._device.type != "cpu"
-            )  # copies from pageable memory would not be asynchronous
+            # copies from pageable memory would not be asynchronous
+            pinned = on_host and self._device.type != "cpu"
             scratch = torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
             self._scratch[key] = scratch
         return scratch[:size]

@@ -7,9 +7,8 @@ from torch import Tensor
 
 from core.parallel_state.environment import reading_waits
 
-ALL_SKIPPED = (
-    100  # that many first steps that are all skipped are an error, whatever max_skipped_steps says
-)
+# that many first steps that are all skipped are an error, whatever max_skipped_steps says
+ALL_SKIPPED = 100
 
 
 class Skips:

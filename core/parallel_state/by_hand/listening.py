@@ -236,9 +236,8 @@ class ByHand:
             if meets and not is_penalty:
                 self._report(replace(source, kind="combined", name=source.reduced))
         is_count = kind == "shape" and type(result) is int and name in ("numel", "nelement")
-        if is_count or (
-            source.reduced and name == "item"
-        ):  # `float(...)` gives nothing but a plain one
+        # `float(...)` gives nothing but a plain one
+        if is_count or (source.reduced and name == "item"):
             combined = replace(source, kind="combined", name=source.reduced or name)
             return of_parameter(result, source.parameter, partial(self._report, combined))
         if kind == "reduction" and type(result) is Tensor and not source.joined:
@@ -292,9 +291,8 @@ def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
         cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith(
-            ("torch.optim.", "core.")
-        ):  # zero_grad, say: two per parameter, so no further calls
+        # zero_grad, say: two per parameter, so no further calls
+        if caller.startswith(("torch.optim.", "core.")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         listener = reference()

@@ -59,9 +59,8 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
                 size //= n
                 if size == 1:
                     break
-            elif (
-                n % size == 0
-            ):  # the outer factor of a rank's block is split, what is inside it whole
+            elif n % size == 0:
+                # the outer factor of a rank's block is split, what is inside it whole
                 taken.append((size, split))
                 left.append((n // size, False))
                 size = 1

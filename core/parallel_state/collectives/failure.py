@@ -24,9 +24,8 @@ POLL_S = 0.02
 LONGEST = 20_000  # characters of what an exception says
 LINGER_S = 5.0  # how long the store outlives the first ranks that know the verdict, for late ones
 HOST_LINGER_S = 30.0  # on the rank whose process the store lives in
-GONE_S = (
-    1.0  # a connection that closed needs no patience: whoever closed it has told why, or cannot
-)
+# a connection that closed needs no patience: whoever closed it has told why, or cannot
+GONE_S = 1.0
 
 
 class Unanswered(RuntimeError):

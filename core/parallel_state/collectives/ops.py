@@ -86,9 +86,8 @@ def all_reduce(x: Tensor, group: Group | None, op: str = "sum") -> Tensor:
 
 def start_all_reduce(x: Tensor, group: Group | None) -> PendingCollective:
     """Sum `x` in place over `group` beside other work; `wait()` returns it."""
-    if (
-        group is None or x.device.type in group.gloo
-    ):  # gloo's copying competes for CPU cores: no overlap
+    # gloo's copying competes for CPU cores: no overlap
+    if group is None or x.device.type in group.gloo:
         return Done(all_reduce(x, group))
     if group.checked:
         compare_across_ranks("start_all_reduce", x, group)

@@ -67,9 +67,8 @@ class Sent:
         Raises RuntimeError: somebody wrote into the tensor meanwhile; what arrived is anyone's guess.
         """
         tensor, group = self._tensors[0] if self._tensors else None, self._group
-        if not arrived or (
-            tensor is not None and tensor.device.type != "cpu"
-        ):  # on an accelerator the stream waits, not the host
+        # on an accelerator the stream waits, not the host
+        if not arrived or (tensor is not None and tensor.device.type != "cpu"):
             for work in self._works:
                 assert tensor is not None
                 _wait(work, tensor, group)

@@ -54,9 +54,8 @@ def read_csv(text: str, placement: Iterable[int] | None = None, name: str = "csv
     if placement is None:
         placement = _placement_of(orders)
     stages = tuple(placement)
-    if text.endswith(
-        ("\n\n", "\n\r\n")
-    ):  # the last ranks of a given placement may have nothing to do
+    # the last ranks of a given placement may have nothing to do
+    if text.endswith(("\n\n", "\n\r\n")):
         missing_ranks = 1 + max(stages, default=-1) - len(orders)
         orders += [[]] * missing_ranks
     check_placement(stages, len(orders))

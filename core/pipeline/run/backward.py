@@ -123,9 +123,8 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             input_grads.append(leaf.grad)
-            leaf.grad = (
-                None  # an input that stands twice in `inputs` gets its gradient once, then None
-            )
+            # an input that stands twice in `inputs` gets its gradient once, then None
+            leaf.grad = None
         else:
             input_grads.append(None)
     if nesting is None:

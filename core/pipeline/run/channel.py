@@ -219,9 +219,8 @@ class Channel:
                 works += self._send_header(form, group, destination)
             else:
                 _check_form(action, form, first_form)
-        if (
-            not tensors
-        ):  # never send nothing: a later receive from there proves that earlier sends have arrived
+        # never send nothing: a later receive from there proves that earlier sends have arrived
+        if not tensors:
             tensors = [torch.zeros(1, dtype=torch.uint8, device=self._device)]
         for tensor in tensors:
             works.append(isend(tensor, destination, group, header=False))

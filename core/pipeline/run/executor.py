@@ -52,9 +52,8 @@ class Clock:
             torch.accelerator.synchronize(self._device)
 
             def seconds(moment: Any) -> float:
-                return (
-                    float(self.begin.elapsed_time(moment)) / 1e3
-                )  # elapsed_time is in milliseconds
+                # elapsed_time is in milliseconds
+                return float(self.begin.elapsed_time(moment)) / 1e3
 
         events = tuple(
             Event(action, seconds(start), seconds(end)) for action, start, end in self._marks

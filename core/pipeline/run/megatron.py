@@ -188,10 +188,8 @@ def forward_backward(
         assert loss_func is not None
         loss, report = _average_like_megatron(loss_func(output), num_microbatches)
         reports.append(report)
-        return (
-            loss,
-            1.0,
-        )  # already averaged: Megatron's losses are means, ours are sums over counted tokens
+        # already averaged: Megatron's losses are means, ours are sums over counted tokens
+        return (loss, 1.0)
 
     if forward_only:
         cache.pipeline.evaluate(None, loss_fn)

@@ -418,7 +418,8 @@ class Pipeline:
         try:
             executor.run(clock)
         except BaseException:
-            executor.channel.drop()  # messages under way would keep connections open, and peers waiting
+            # messages under way would keep connections open, and peers waiting
+            executor.channel.drop()
             raise
         finally:
             for generator, state in states:

@@ -99,23 +99,19 @@ class Stage:
         )
         self._in_flight: dict[int, MicrobatchState] = {}  # by microbatch, from F to W
         self._has_compiled_code, self._module_state = False, ModuleState(module)
-        self._outputs_want_grad: list[bool] | None = (
-            None  # per output tensor, once known in this step
-        )
+        # per output tensor, once known in this step
+        self._outputs_want_grad: list[bool] | None = None
         # the same from earlier steps, by what is trained and which inputs want a gradient
         self._known_wants: dict[Any, list[bool]] = {}
         self._known_wants_key: Any = None
         self._trained_flags: tuple[bool, ...] = ()
-        self._grad_attributes: set[tuple[int, str]] = (
-            set()
-        )  # (module id, attribute) whose tensor wants a gradient
-        self._writes_inputs: bool | None = (
-            None  # whether the module writes into its inputs; None until tried
-        )
+        # (module id, attribute) whose tensor wants a gradient
+        self._grad_attributes: set[tuple[int, str]] = set()
+        # whether the module writes into its inputs; None until tried
+        self._writes_inputs: bool | None = None
         self._params_without_grad: list[nn.Parameter] = []
-        for parameter in (
-            self.parameters
-        ):  # before layers are compiled, not by a graph break in their first call
+        # before layers are compiled, not by a graph break in their first call
+        for parameter in self.parameters:
             make_compilable(parameter)
 
     @property
@@ -284,9 +280,8 @@ class Stage:
             seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag
         )
         seed = stage_seed(self.seed, step.step, state.global_index, self.index, self._context_rank)
-        for generator in generators_of(
-            self.device
-        ):  # for foreign modules; the pipeline restores them after the step
+        # for foreign modules; the pipeline restores them after the step
+        for generator in generators_of(self.device):
             generator.manual_seed(seed)
 
         received, batch = self._module_inputs(state, step.microbatches[microbatch], will_recompute)
@@ -296,7 +291,8 @@ class Stage:
             output = call_next_stage(self.module, received, batch, self._forward_arguments)
         if self.last and step.loss_fn is not None and not will_recompute:
             output = call_loss_fn(step.loss_fn, output, batch)
-        self.context.release()  # a module that stands in two stages must not defer into this microbatch's bag
+        # a module that stands in two stages must not defer into this microbatch's bag
+        self.context.release()
         return output
 
     def _module_inputs(

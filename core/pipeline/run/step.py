@@ -14,9 +14,8 @@ from torch.utils import _pytree as pytree
 
 from core.parallel_state.random import mix32
 
-Batch = (
-    Tensor | tuple[Any, ...] | Mapping[str, Any]
-)  # tensors are [b, ...]; see split_microbatches for the rest
+# tensors are [b, ...]; see split_microbatches for the rest
+Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
 LossFn = Callable[
     [Any, Any], tuple[Tensor, Tensor | float]
 ]  # (output, microbatch) -> (loss_sum, num_tokens)
@@ -49,9 +48,8 @@ def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0, context: i
 
 def forward_arguments(module: nn.Module) -> tuple[str, ...]:
     """The names by which `module.forward` takes its inputs; of the wrapped one for a compiled or DDP module."""
-    if isinstance(
-        module, torch.jit.ScriptModule
-    ):  # has no Python signature; its argument 0 is self
+    # has no Python signature; its argument 0 is self
+    if isinstance(module, torch.jit.ScriptModule):
         arguments = module.forward.schema.arguments[1:]  # type: ignore[attr-defined]
         return tuple(argument.name for argument in arguments)
     named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -159,9 +157,8 @@ def scale_like(loss: Tensor, scale: float | Tensor) -> Tensor:
 
 def loss_and_tokens(loss_sum: Tensor, num_tokens: Tensor | float, device: torch.device) -> Tensor:
     """[2] float64: loss and tokens of a microbatch, detached."""
-    if not isinstance(
-        num_tokens, Tensor
-    ):  # filled in on the device, which is no copy from the host
+    # filled in on the device, which is no copy from the host
+    if not isinstance(num_tokens, Tensor):
         num_tokens = torch.full((), num_tokens, dtype=torch.float64, device=device)
     # float64: sums over millions of tokens stay exact enough to compare layouts by
     scalars = [

@@ -158,9 +158,8 @@ def sum_tied_gradients(
 ) -> None:
     """After the step: sums the gradients of both ends. All-reduce over the ranks of the first and the last stage."""
     for parameter, earlier in earlier_grads.items():
-        if (
-            parameter.grad is None
-        ):  # this end got no gradient; the other one waits in the all-reduce all the same
+        # this end got no gradient; the other one waits in the all-reduce all the same
+        if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         # both ends have the sum now, and make the same update
         all_reduce(parameter.grad, ps.group("embedding"))

@@ -26,10 +26,8 @@ class ActivationMemory:
         self.problem, self.limits, self.careful = problem, limits, careful
         self.used = [0.0] * problem.ranks
         self.progress = [[0] * problem.microbatches for _ in range(problem.ranks)]
-        self.oldest, self.newest = (
-            [0] * problem.ranks,
-            [0] * problem.ranks,
-        )  # microbatches in flight
+        # microbatches in flight
+        self.oldest, self.newest = ([0] * problem.ranks, [0] * problem.ranks)
         # bits to shift by, of each stage
         self.shift = [
             problem.stages_of[rank].index(stage) * STATE_BITS
@@ -74,9 +72,8 @@ class ActivationMemory:
         used = self.used[rank] + more
         if more <= 0:
             return True
-        if (
-            not self.careful or used + self.peak_of_one[rank] <= limit
-        ):  # room for a whole microbatch: surely safe
+        # room for a whole microbatch: surely safe
+        if not self.careful or used + self.peak_of_one[rank] <= limit:
             return used <= limit
 
         # the banker's rule: let the microbatches in flight end in turn, each giving its memory back

@@ -27,9 +27,8 @@ def _storages(values: Any) -> dict[int, Any]:
             inner_names, _ = leaf.__tensor_flatten__()
             storages |= _storages([getattr(leaf, name) for name in inner_names])
         elif isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            with suppress(
-                NotImplementedError, RuntimeError
-            ):  # a user's own kind of tensor, without memory
+            # a user's own kind of tensor, without memory
+            with suppress(NotImplementedError, RuntimeError):
                 storage = leaf.untyped_storage()
                 storages[storage._cdata] = storage
     return storages

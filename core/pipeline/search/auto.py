@@ -19,7 +19,8 @@ from core.pipeline.search.search import SearchResult, search
 
 BYTE_COSTS = ("saved", "graph", "waiting")
 MIB = 2**20
-WORTH_SEARCHING = 0.01  # a part of a step: if less than this is possible, the other ranks need not wait for a search
+# a part of a step: if less than this is possible, the other ranks need not wait for a search
+WORTH_SEARCHING = 0.01
 
 
 def first_schedule(stages: Sequence[int], microbatches: int) -> Schedule:

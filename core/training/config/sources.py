@@ -24,11 +24,8 @@ from core.training.config.texts import with_token_files
 from core.training.config.toml_files import literal, read_toml, write_toml
 from core.training.log.leaving import let_the_first_rank_end, listed, say_mistake
 
-_WHOLE_MODELS = (
-    "model.preset",
-    "model.huggingface",
-    "model.build",
-)  # each says all facts of a model
+# each says all facts of a model
+_WHOLE_MODELS = ("model.preset", "model.huggingface", "model.build")
 
 
 @dataclass(frozen=True, kw_only=True)

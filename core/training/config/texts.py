@@ -53,9 +53,8 @@ class _Texts:
                 say=self._say,
             )
             name = str(path)
-        if (
-            self._first and self._tokenizer is None and not is_list(name)
-        ):  # the others are read by its tokenizer
+        # the others are read by its tokenizer
+        if self._first and self._tokenizer is None and not is_list(name):
             beside = tokenizer_beside(TokenFile(name).prefix)
             self._tokenizer = str(beside) if beside is not None else None
         self._first = False

@@ -96,9 +96,8 @@ def _send_recv(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     def receive() -> Tensor:
         return irecv(tuple(x.shape), x.dtype, source, group, device=x.device, header=False).wait()
 
-    if (
-        group.rank % 2
-    ):  # NCCL's messages between two ranks take turns: if all sent first, they would deadlock
+    # NCCL's messages between two ranks take turns: if all sent first, they would deadlock
+    if group.rank % 2:
         received = receive()
         isend(message, destination, group, header=False).wait()
         return received, x + source
@@ -263,9 +262,8 @@ def _run_rank(rank: int, ranks: int, directory: str, pipe: int) -> None:
         else:
             for outcome in exercise(group, torch.device("cpu")):
                 _write_outcome(pipe, outcome)
-            with suppress(
-                RuntimeError
-            ):  # a rank that left early would break a slower one's connection
+            # a rank that left early would break a slower one's connection
+            with suppress(RuntimeError):
                 barrier(group)
         code = 0
     finally:

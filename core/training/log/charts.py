@@ -23,7 +23,8 @@ LIGHT = {
     "odd": "#cf222e",
     "given": "#0a7d5a",
 }
-LEVEL_REACH = 0.35  # a level this far outside of the curve, as a part of its range, stretches the axis; not farther
+# a level this far outside of the curve, as a part of its range, stretches the axis; not farther
+LEVEL_REACH = 0.35
 POINTS = 800  # more are drawn as their mean and range
 BUCKETS = 400
 MARKERS = 200

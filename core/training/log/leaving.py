@@ -8,7 +8,8 @@ import threading
 import time
 import traceback
 
-_HEAD_START_S = 5.0  # the first rank ends first, and torchrun ends the others; on a busy machine that takes seconds
+# the first rank ends first, and torchrun ends the others; on a busy machine that takes seconds
+_HEAD_START_S = 5.0
 _LAST_CALLS = 3  # of a crash, below torchrun's lines
 
 

@@ -230,9 +230,8 @@ def _uncounted_bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
     """Bytes of the storages that are not `counted` yet, which are added to it."""
     total = 0
     for tensor in tensors:
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # otherwise ZeRO-3 would gather a freed parameter
+        # otherwise ZeRO-3 would gather a freed parameter
+        with torch._C.DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
         if storage._cdata in counted or storage.device.type == "meta":
             continue

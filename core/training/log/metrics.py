@@ -72,9 +72,8 @@ def peak_flops(
         name = device_name(device)
         is_slice = "MIG" in name  # a part of a device
         for model, peak in PEAK_FLOPS.items():
-            if (
-                re.search(rf"\b{re.escape(model)}\b", name) and not is_slice
-            ):  # whole words: an A1000 is no A100
+            # whole words: an A1000 is no A100
+            if re.search(rf"\b{re.escape(model)}\b", name) and not is_slice:
                 return peak
     return _measure_matmul(device, dtype)
 
@@ -130,11 +129,8 @@ def memory_mib(device: torch.device) -> float:
     return peak / units_per_mib
 
 
-OF_ALL_LAYERS = (
-    "expert_load",
-    "aux_loss",
-    "z_loss",
-)  # what a record says of its layers' experts in one number
+# what a record says of its layers' experts in one number
+OF_ALL_LAYERS = ("expert_load", "aux_loss", "z_loss")
 
 
 def _mean(values: Sequence[float]) -> float | None:

@@ -9,11 +9,8 @@ from typing import Any
 from core.training.log.json_rows import json_number, json_rows
 
 MAIN = "validation"  # the name of the text that `data.valid` or `data.split` gives
-_OF_THE_ROW = (
-    "step",
-    "time",
-    "tokens_seen",
-)  # the other names stand behind validation_, apart from those of steps
+# the other names stand behind validation_, apart from those of steps
+_OF_THE_ROW = ("step", "time", "tokens_seen")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,8 @@ class Checkpoints(AbstractContextManager):
             if self.config.resume == "must" or any(
                 getattr(stage, "awaits_checkpoint", False) for stage in stages
             ):
-                raise  # in the latter case there was a step when the model was built, and no weights were drawn
+                # in the latter case there was a step when the model was built, and no weights were drawn
+                raise
             return 0
         self._saved_step = step
         return self._take_over(self.manager.url(step), state)
@@ -202,9 +203,8 @@ class Checkpoints(AbstractContextManager):
             except BaseException:
                 self.manager.close()  # releases the directory's lock
                 raise
-            if (
-                threading.current_thread() is threading.main_thread()
-            ):  # Python allows handlers there only
+            # Python allows handlers there only
+            if threading.current_thread() is threading.main_thread():
                 for number in _END_SIGNALS:
                     self._previous_handlers[number] = signal.signal(number, self._terminate)
         return self

@@ -82,9 +82,8 @@ class Loader:
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         # `stopped` is asked before every batch: after SIGTERM the loop ends where all ranks end
         while self.step < self.train_steps and not self.stopped():
-            self.step += (
-                1  # before the batch is yielded: a loop that stops in the middle has used it
-            )
+            # before the batch is yielded: a loop that stops in the middle has used it
+            self.step += 1
             self.gave_whole = True
             yield self.batch(self.step - 1)
 

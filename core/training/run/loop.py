@@ -111,9 +111,8 @@ class _Meter:
     ) -> StepRecord:
         """What is logged of step number `step` (from 0), with the rates since the last record."""
         tokens_per_s, seconds, skipped = self._read(step)
-        flops_per_s = (
-            tokens_per_s * self._flops
-        )  # of the model; activation checkpointing's forward does not count
+        # of the model; activation checkpointing's forward does not count
+        flops_per_s = tokens_per_s * self._flops
         mfu = flops_per_s / self._peak if self._peak is not None else None
         if mfu is not None and mfu > 1:  # then the figure of the device is no peak
             mfu = None
@@ -140,10 +139,8 @@ class _Meter:
 
     def _read(self, step: int) -> tuple[float, float, int]:
         """(tokens per second, seconds per step, skipped steps) up to and with `step`; starts anew."""
-        tokens, skipped = (
-            float(self._tokens),
-            int(self._skipped),
-        )  # waits for the device: take the time afterwards
+        # waits for the device: take the time afterwards
+        tokens, skipped = (float(self._tokens), int(self._skipped))
         now = time.perf_counter()
         seconds, steps = now - self._last_read, step + 1 - self._first_step
         self._last_read, self._first_step = now, step + 1

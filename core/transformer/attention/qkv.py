@@ -106,11 +106,8 @@ def split_qkv(
     cos, sin = tables if tables is not None else (None, None)
     if not torch.is_grad_enabled():  # nothing to save
         q, k, v = _split(y, groups, head_size, cos, sin)
-        return (
-            q,
-            k,
-            v if y.shape[0] == 1 else v.contiguous(),
-        )  # one token's goes into a cache, which copies it
+        # one token's goes into a cache, which copies it
+        return (q, k, v if y.shape[0] == 1 else v.contiguous())
     q, k, v = _SplitQKV.apply(y, groups, head_size, cos, sin)
     return q, k, v
 

@@ -24,7 +24,8 @@ from core.transformer.attention.qkv import Tables, rotate, split_qkv
 from core.transformer.dropout import Dropout
 from core.transformer.spec import Build, TransformerLayerSpec
 
-STRIP = 1024  # most queries of one strip under a window: the mask of a strip is at most [STRIP, STRIP + window]
+# most queries of one strip under a window: the mask of a strip is at most [STRIP, STRIP + window]
+STRIP = 1024
 
 
 class CoreAttention(nn.Module):
@@ -36,9 +37,8 @@ class CoreAttention(nn.Module):
     Context ranks exchange keys, or heads; at cp 1 there are no collectives.
     """
 
-    knows_context = (
-        True  # its queries are this context rank's rows, their keys lie on all context ranks
-    )
+    # its queries are this context rank's rows, their keys lie on all context ranks
+    knows_context = True
 
     def __init__(self, build: Build) -> None:
         super().__init__()
@@ -113,9 +113,8 @@ class CoreAttention(nn.Module):
         queries, keys = q.shape[2], k.shape[2]
         visible = None if attention_mask is None else ~attention_mask
         causal = False
-        if (
-            visible is None and queries == keys
-        ):  # a branch: compiled code with lengths that vary has no bool of them
+        # a branch: compiled code with lengths that vary has no bool of them
+        if visible is None and queries == keys:
             causal = True
         if visible is None and 1 < queries < keys:
             visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(

@@ -57,9 +57,8 @@ class _Attach(torch.autograd.Function):
 def follow_loss(loss: Tensor, stage: StageContext, *, is_models: bool) -> None:
     """In a plain loop: note what the program multiplies each token's loss [b, s] by, when its backward comes by."""
 
-    stage.scale_of_plain_loop = (
-        None  # what an earlier loss was multiplied by says nothing of this one
-    )
+    # what an earlier loss was multiplied by says nothing of this one
+    stage.scale_of_plain_loop = None
     if not is_models:
         return
 

@@ -61,9 +61,8 @@ class MoELayer(nn.Module):
         routing = self.router(tokens)
         dispatch = Dispatch.plan(routing, self.router, self._expert_group)
         arriving = start_to_experts(tokens, dispatch)
-        shared = (
-            None if self.shared_experts is None else self.shared_experts(x)
-        )  # while the rows are on their way
+        # while the rows are on their way
+        shared = None if self.shared_experts is None else self.shared_experts(x)
         rows, weights = arriving(), weights_to_experts(routing.weights, dispatch)
         y = from_experts(self.experts(rows, weights, dispatch.counts), dispatch).view(shard.shape)
         if self.balance.is_on and self.training:  # in both runs of a recomputed forward

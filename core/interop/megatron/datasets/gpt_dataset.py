@@ -126,9 +126,8 @@ class GPTDataset(torch.utils.data.Dataset):
     def _epochs(self) -> int:
         if self.num_samples is None:
             return 1
-        needed_tokens = (
-            self.num_samples * self.config.sequence_length + 1
-        )  # one more for the last label
+        # one more for the last label
+        needed_tokens = self.num_samples * self.config.sequence_length + 1
         return max(1, -(-needed_tokens // max(1, self._tokens_per_epoch)))
 
     def _samples_in(self, epochs: int) -> int:
@@ -174,9 +173,8 @@ class GPTDataset(torch.utils.data.Dataset):
         documents, starts, samples = self._order
         position = int(samples[idx]) * self.config.sequence_length
         stop = position + self.config.sequence_length + 1
-        number = (
-            int(np.searchsorted(starts, position, side="right")) - 1
-        )  # the document of the first token
+        # the document of the first token
+        number = int(np.searchsorted(starts, position, side="right")) - 1
         pieces = []
         while position < stop:
             end = min(stop, int(starts[number + 1]))

@@ -107,10 +107,8 @@ class Glm4Moe(LlamaLike):
         dense, layers = facts.get("first_k_dense_replace", 1), facts["num_hidden_layers"]
         width = facts.get("moe_intermediate_size", 1408)
         groups, best = facts.get("n_group", 1), facts.get("topk_group", 1)
-        for name in (
-            "num_nextn_predict_layers",
-            "num_mtp_layers",
-        ):  # parts that predict more tokens: not of the model
+        # parts that predict more tokens: not of the model
+        for name in ("num_nextn_predict_layers", "num_mtp_layers"):
             facts.get(name)
         return super().config(facts) | {
             "add_bias_linear": False,

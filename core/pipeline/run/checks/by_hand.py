@@ -74,9 +74,8 @@ class UpdateWatch:
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
         self._ps, self._modules, self._has_warned = ps, modules, False
-        self._versions: list[int] | None = (
-            None  # of the trainable parameters, when the last step ended
-        )
+        # of the trainable parameters, when the last step ended
+        self._versions: list[int] | None = None
         self._step, self._sums = 0, torch.zeros(2, dtype=torch.float64, device=ps.device)
         self._differed = torch.zeros((), dtype=torch.bool, device=ps.device)
 

@@ -84,9 +84,8 @@ class ScaleWatch:
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
         self._ps, self._modules, self._steps = ps, modules, 0
         self._samples: list[SampledElements] = []
-        self._factor: Tensor | None = (
-            None  # [1]: of this rank's gradients, NaN if they have not one factor
-        )
+        # [1]: of this rank's gradients, NaN if they have not one factor
+        self._factor: Tensor | None = None
         weak_self = weakref.ref(self)  # torch's registry of hooks must not keep a pipeline alive
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

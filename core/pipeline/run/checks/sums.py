@@ -107,9 +107,8 @@ class SumsWatch:
         if is_changed and not self._only_clipped(result, {id(p) for p in parameters}):
             return
         num_tokens = float(result.num_tokens)
-        if (
-            not num_tokens / self._replicas * float(self._divisor) > ROUNDING
-        ):  # loss_scale=1 / tokens is a mean
+        # loss_scale=1 / tokens is a mean
+        if not num_tokens / self._replicas * float(self._divisor) > ROUNDING:
             return
         self.close()
         remedy = "divide p.grad by result.num_tokens before its step"

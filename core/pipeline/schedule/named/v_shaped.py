@@ -44,9 +44,8 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
 
     def pattern(rank: int, count: int) -> str:
         distance = ranks - rank  # to the turning point of the V, this rank included
-        with_forward = (
-            count - 2 * ranks + 1 + rank
-        )  # rounds of the steady phase until chunk 0 has no F left
+        # rounds of the steady phase until chunk 0 has no F left
+        with_forward = count - 2 * ranks + 1 + rank
         without_forward = count - ranks - with_forward
 
         # Warm-up phase: microbatches go down the V and up again, until the last stage begins its backward
@@ -100,12 +99,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
 
 
 PERIOD = 6  # units after which the building block repeats: F, I, W of two chunks
-LEGS = (
-    "F0",
-    "F1",
-    "I1",
-    "I0",
-)  # the way of a microbatch: forward down and up the V, backward down and up
+# the way of a microbatch: forward down and up the V, backward down and up
+LEGS = ("F0", "F1", "I1", "I0")
 
 
 def _first_units(

@@ -85,9 +85,8 @@ def initialize(
     train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
     if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
-        training_model.accumulation = (
-            1  # as in DeepSpeed: without a microbatch size every `step` updates
-        )
+        # as in DeepSpeed: without a microbatch size every `step` updates
+        training_model.accumulation = 1
     if source is not None:
         accumulation = training_model.gradient_accumulation_steps()
         source = PlannedBatches(source, lambda: checkpoints.plan)

@@ -114,9 +114,8 @@ class TrainingModel(EngineFace):
 
     def _scale_gradient(self, gradient: Tensor) -> Tensor:
         scale = self.optimizer.loss_scale
-        if self._in_backward or not isinstance(
-            scale, Tensor
-        ):  # `backward` of DeepSpeed's loops scales by itself
+        # `backward` of DeepSpeed's loops scales by itself
+        if self._in_backward or not isinstance(scale, Tensor):
             return gradient
         return gradient * scale.to(gradient.dtype)
 
@@ -132,9 +131,8 @@ class TrainingModel(EngineFace):
         if not self._owns_signals:  # SIGTERM and Ctrl-C end this loop from its first step on
             self._owns_signals = True
             self.checkpoints.__enter__()
-        self.executor.step_index = (
-            self.global_steps
-        )  # dropout seeds are a function of it, also after a resume
+        # dropout seeds are a function of it, also after a resume
+        self.executor.step_index = self.global_steps
         learning_rate = self.optimizer.learning_rate
         cut_as_planned(
             self.executor,
