@@ -40,7 +40,9 @@ TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMP
 
 def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
-    s, rank, size = run.data.sequence_length, ps.index("dp"), ps.size("dp")
+    s = run.data.sequence_length
+    rank = ps.index("dp")
+    size = ps.size("dp")
     console = Console(
         ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s
     )

@@ -177,13 +177,11 @@ class StageContext:
         self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None
     ) -> None:
         """An executor takes over for one microbatch."""
-        self.seed, self.step, self.microbatch, self.bag, self.driven = (
-            seed,
-            step,
-            microbatch,
-            bag,
-            True,
-        )
+        self.seed = seed
+        self.step = step
+        self.microbatch = microbatch
+        self.bag = bag
+        self.driven = True
 
     def release(self) -> None:
         """The executor is done: plain use of the model again."""

@@ -35,10 +35,8 @@ def _add_rows(
             return torch.ops.aten.embedding_dense_backward(gy, local_ids, rows, -1, False)
         return torch.ops.aten.embedding_dense_backward(gy, local_ids, rows + 1, rows, False)[:rows]
     if not is_full_table:
-        gy, local_ids = (
-            gy.masked_fill((local_ids == rows)[:, None], 0),
-            local_ids.clamp_max(rows - 1),
-        )
+        gy = gy.masked_fill((local_ids == rows)[:, None], 0)
+        local_ids = local_ids.clamp_max(rows - 1)
     target.index_add_(0, local_ids, gy.to(target.dtype))
     return None
 
@@ -62,7 +60,9 @@ class _EmbeddingThunk:
     def __init__(
         self, parameter: Parameter, local_ids: Tensor, gy: Tensor, is_full_table: bool, comm: Comm
     ) -> None:
-        self.parameter, self._local_ids, self._gy = parameter, local_ids, gy
+        self.parameter = parameter
+        self._local_ids = local_ids
+        self._gy = gy
         self._is_full_table, self._comm = is_full_table, comm
 
     def tensors(self) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,10 @@ class _DeferredEmbedding(torch.autograd.Function):
         if y._is_view():  # autograd lets nobody write into a view that a Function returns
             y = y.detach()
         ctx.save_for_backward(local_ids)
-        ctx.weight, ctx.is_full_table, ctx.comm, ctx.bag = weight, is_full_table, comm, stage.bag
+        ctx.weight = weight
+        ctx.is_full_table = is_full_table
+        ctx.comm = comm
+        ctx.bag = stage.bag
         ctx.region = recomputed_region.get()
         return y
 

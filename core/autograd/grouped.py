@@ -33,7 +33,8 @@ def multiply_groups(x: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
         ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x, matrices, offs=ends)
     products = x.new_empty(x.shape[0], matrices.shape[2])
-    rows_of, targets = torch.split_with_sizes(x, counts), torch.split_with_sizes(products, counts)
+    rows_of = torch.split_with_sizes(x, counts)
+    targets = torch.split_with_sizes(products, counts)
     for rows, matrix, target in zip(rows_of, matrices.unbind(), targets, strict=True):
         if rows.shape[0]:
             torch.mm(rows, matrix, out=target)
@@ -60,7 +61,8 @@ def _has_grouped_product(device_type: str, dtype: torch.dtype) -> bool:
 
 def _add_products(target: Tensor, x: Tensor, gy: Tensor, counts: list[int]) -> None:
     matrices = target.view(target.shape[0], -1, target.shape[-1])
-    rows_of, gradients_of = torch.split_with_sizes(x, counts), torch.split_with_sizes(gy, counts)
+    rows_of = torch.split_with_sizes(x, counts)
+    gradients_of = torch.split_with_sizes(gy, counts)
     for matrix, rows, gradients in zip(matrices.unbind(), rows_of, gradients_of, strict=True):
         if not rows.shape[0]:
             continue
@@ -76,7 +78,10 @@ class GroupedThunk:
     __slots__ = ("_counts", "_gy", "_x", "parameter")
 
     def __init__(self, parameter: Parameter, x: Tensor, gy: Tensor, counts: list[int]) -> None:
-        self.parameter, self._x, self._gy, self._counts = parameter, x, gy, counts
+        self.parameter = parameter
+        self._x = x
+        self._gy = gy
+        self._counts = counts
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """The input and the output gradient."""
@@ -107,21 +112,24 @@ class _GroupedLinear(torch.autograd.Function):
         matrices, device_type = weight.flatten(1, -2), x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
             autocast_dtype = torch.get_autocast_dtype(device_type)
-            x, matrices = x.to(autocast_dtype), matrices.to(autocast_dtype)
+            x = x.to(autocast_dtype)
+            matrices = matrices.to(autocast_dtype)
         if ctx.needs_input_grad[1]:  # of a frozen weight the input is not needed
             ctx.save_for_backward(x)
         ctx.weight, ctx.counts, ctx.bag = weight, counts, stage.bag
-        ctx.region, ctx.version = (
-            recomputed_region.get(),
-            weight._version if ctx.needs_input_grad[0] else 0,
-        )
+        ctx.region = recomputed_region.get()
+        ctx.version = weight._version if ctx.needs_input_grad[0] else 0
         return multiply_groups(x, matrices.transpose(1, 2), counts)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a grouped linear")
-        weight, counts, bag, dx, dw = ctx.weight, ctx.counts, ctx.bag, None, None
+        weight = ctx.weight
+        counts = ctx.counts
+        bag = ctx.bag
+        dx = None
+        dw = None
         if ctx.needs_input_grad[0]:
             if weight._version != ctx.version:
                 raise overwritten(weight, ctx.version)

@@ -68,11 +68,12 @@ class _DeferredLinear(torch.autograd.Function):
             y = y.detach()
         if ctx.needs_input_grad[1]:  # of a frozen weight the input is not needed
             ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
-        ctx.region, ctx.version = (
-            recomputed_region.get(),
-            weight._version if ctx.needs_input_grad[0] else 0,
-        )
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.comm = comm
+        ctx.bag = stage.bag
+        ctx.region = recomputed_region.get()
+        ctx.version = weight._version if ctx.needs_input_grad[0] else 0
         return y
 
     @staticmethod

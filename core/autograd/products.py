@@ -99,7 +99,10 @@ class LinearThunk:
     __slots__ = ("_comm", "_gy", "_x", "parameter")
 
     def __init__(self, parameter: Parameter, x: Tensor, gy: Tensor, comm: Comm) -> None:
-        self.parameter, self._x, self._gy, self._comm = parameter, x, gy, comm
+        self.parameter = parameter
+        self._x = x
+        self._gy = gy
+        self._comm = comm
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """The input and the output gradient."""

@@ -27,12 +27,14 @@ class Exchange:
 
     @cached_property
     def _ring(self) -> ring.Ring:
-        members, u = self._ps.grid.members(self._ps.rank, "cp"), self.rows.ulysses
+        members = self._ps.grid.members(self._ps.rank, "cp")
+        u = self.rows.ulysses
         return ring.Ring(self._ps, members[self.rows.rank % u :: u])
 
     def of_rows(self, q: Tensor, documents: Documents | None, scale: float) -> RowsOfRing:
         """q [b, a/u, n, d] once heads are exchanged."""
-        rows, make = self.rows, RowsOfRing if documents is not None else known_rows
+        rows = self.rows
+        make = RowsOfRing if documents is not None else known_rows
         return make(rows.ring, rows.ring_rank, q.shape[2] * rows.ring, documents, scale)
 
     def forward(self, rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,7 +63,9 @@ class _ContextAttention(torch.autograd.Function):
         documents: Documents | None,
         scale: float,
     ) -> Tensor:
-        ctx.exchange, ctx.documents, ctx.scale = exchange, documents, scale
+        ctx.exchange = exchange
+        ctx.documents = documents
+        ctx.scale = scale
 
         def attend() -> tuple[Tensor, ...]:
             if exchange.heads is None:

@@ -44,7 +44,8 @@ def backward(
     sums = torch.zeros_like(of_ranks)
     sums[rows.rank, 0], sums[rows.rank, 1] = own
     for block in rows.others:
-        of_source, keys = of_ranks[block.source], slice(block.keys.start, block.keys.stop)
+        of_source = of_ranks[block.source]
+        keys = slice(block.keys.start, block.keys.stop)
         dk, dv = gradients.add(block, of_source[0], of_source[1])
         sums[block.source, 0, :, :, keys], sums[block.source, 1, :, :, keys] = dk, dv
     del of_ranks

@@ -66,7 +66,8 @@ def plain_backward(
     scores = _scores(q, k, causal, bias, scale)
     shape, compute = (*scores.shape[:4], q.shape[3]), scores.dtype
     probabilities = (scores - logsumexp.reshape(scores.shape[:4])[..., None]).exp()
-    grad, out = grad.to(compute).reshape(shape), out.to(compute).reshape(shape)
+    grad = grad.to(compute).reshape(shape)
+    out = out.to(compute).reshape(shape)
     dv = (probabilities.mT @ grad).sum(2)
     dp = grad @ v.to(compute)[:, :, None].mT
     ds = probabilities * (dp - (grad * out).sum(-1, keepdim=True)) * scale
@@ -205,7 +206,10 @@ def kernel_of(
         )
         return drawn.to(device, dtype)
 
-    q, k, v, grad = random(4), random(2 if groups else 4), random(2 if groups else 4), random(4)
+    q = random(4)
+    k = random(2 if groups else 4)
+    v = random(2 if groups else 4)
+    grad = random(4)
     bias = torch.zeros(1, 1, 32, 32, dtype=dtype, device=device) if biased else None
     if bias is not None:
         bias[..., 16:] = -torch.inf
@@ -287,7 +291,9 @@ def attend_backward(
 
     out, logsumexp: of the whole rows, merged over all blocks of keys (arXiv 2310.01889).
     """
-    grad, out, logsumexp = grad.contiguous(), out.contiguous(), logsumexp.contiguous()
+    grad = grad.contiguous()
+    out = out.contiguous()
+    logsumexp = logsumexp.contiguous()
     _, backward = kernel_of(
         q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None
     )

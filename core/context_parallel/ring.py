@@ -16,7 +16,8 @@ class Ring:
 
     def __init__(self, ps: ParallelState, ranks: tuple[int, ...]) -> None:
         position = ranks.index(ps.rank)
-        after, before = ranks[(position + 1) % len(ranks)], ranks[position - 1]
+        after = ranks[(position + 1) % len(ranks)]
+        before = ranks[position - 1]
         links = ps.connect([(ps.rank, after), (before, ps.rank)])
         self.to: Group = links[ps.rank, after]
         self.source: Group = links[before, ps.rank]
@@ -64,7 +65,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v. k and v travel again; what others add to their gradients follows a step behind and comes
     home at the end, where the own part is."""
-    gradients, held = Gradients(rows, grad, q, out, logsumexp), torch.stack((k, v))
+    gradients = Gradients(rows, grad, q, out, logsumexp)
+    held = torch.stack((k, v))
     passed = Passed(held, ring)
     own_k, own_v = gradients.add(rows.own, k, v)
     travelling: Passed | None = None

@@ -213,7 +213,8 @@ class _Sums(Follower):
         tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2
         off = (gathered[used] - gathered[used[0]]).abs().amax(1)
         if off.max() > tolerance * sizes.max():
-            first, other = group.ranks[used[0]], group.ranks[used[int(off.argmax())]]
+            first = group.ranks[used[0]]
+            other = group.ranks[used[int(off.argmax())]]
             one, two = (f"{float(sizes[place]):.6g}" for place in (0, int(off.argmax())))
             self._owner.tell(
                 "what is summed over this context rank's own rows counts otherwise than the same sum of another: its "

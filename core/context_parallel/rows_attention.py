@@ -40,7 +40,8 @@ class RowsOfRing:
         if self.documents is None:
             return whole(block)
         first, last = self.documents.bounds.numpy()
-        query_rows, key_rows = self._rows(self.rank), self._rows(block.source)
+        query_rows = self._rows(self.rank)
+        key_rows = self._rows(block.source)
         lowest_key = key_rows[block.keys.start]
         # ascending: no query begins after the first key
         if last[block.queries.stop - 1] <= lowest_key:
@@ -89,7 +90,8 @@ class Attended:
             if block is not rows.own:
                 merge(self._out[:, :, queries], self._logsumexp[:, :, queries], out, logsumexp)
             elif out.shape == q.shape:  # all rows at once
-                self._out, self._logsumexp = out.to(self._dtype), logsumexp
+                self._out = out.to(self._dtype)
+                self._logsumexp = logsumexp
             else:
                 if queries.start == 0:
                     self._out = torch.empty_like(q, dtype=self._dtype)
@@ -107,7 +109,11 @@ class Gradients:
     def __init__(
         self, rows: RowsOfRing, grad: Tensor, q: Tensor, out: Tensor, logsumexp: Tensor
     ) -> None:
-        self._rows, self._grad, self._q, self._out, self._logsumexp = rows, grad, q, out, logsumexp
+        self._rows = rows
+        self._grad = grad
+        self._q = q
+        self._out = out
+        self._logsumexp = logsumexp
         self._dtype = wide(q.dtype) if rows.others else q.dtype
         self._dq: Tensor | None = None
 

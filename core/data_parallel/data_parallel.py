@@ -87,7 +87,8 @@ class DataParallel(GradSync):
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={zero_stage} is unknown; use 0, 1, 2 or 3")
         self.module, self.ps, self.zero_stage = module, ps, zero_stage
-        self.backward_passes, self.require_gradients = backward_passes, require_gradients
+        self.backward_passes = backward_passes
+        self.require_gradients = require_gradients
         on_meta = allocate_from_meta(module, ps)
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
         self._take_over()

@@ -57,15 +57,15 @@ class GradientSums:
         meet: Callable[[str, Any], None],
         zero_all: Callable[[bool], None],
     ) -> None:
-        self.slots, self.sum_and_average, self.zero_all, self.meet = (
-            slots,
-            sum_and_average,
-            zero_all,
-            meet,
-        )
+        self.slots = slots
+        self.sum_and_average = sum_and_average
+        self.zero_all = zero_all
+        self.meet = meet
         # by id: torch hashes tensors in Python
         self._slot_of = {id(slot.parameter): slot for slot in slots}
-        self._divided, self._overlap, self._backward_passes = divided, overlap, backward_passes
+        self._divided = divided
+        self._overlap = overlap
+        self._backward_passes = backward_passes
         self._under_way: list[Buffer] = []
         # Buckets that several pipeline stages on this rank hold (tied weights) are complete when the step is; they
         # have a round of their own. With ZeRO stages 2 and 3 every stage sums its contribution by itself.
@@ -97,10 +97,14 @@ class GradientSums:
 
     def _begin_plain(self) -> None:
         """Begin a step of a plain loop, which announces nothing."""
-        self.split, self._has_executor, self._summed, self._hooked = False, False, False, []
+        self.split = False
+        self._has_executor = False
+        self._summed = False
+        self._hooked = []
         self._counts = self._backward_passes is not None and not self._divided
         for slot in self.slots:
-            slot.delivered, slot.pairs = False, self._backward_passes or 1
+            slot.delivered = False
+            slot.pairs = self._backward_passes or 1
         if self._counts:
             self._begin_rounds()
 
@@ -115,15 +119,14 @@ class GradientSums:
                 "DataParallel: the last step began and did not finish (an exception?): its part of the gradients is "
                 "still here; call zero_grad() before the next"
             )
-        self.split, self._counts, self._has_executor, self._hooked = (
-            split,
-            not self._divided,
-            True,
-            [],
-        )
+        self.split = split
+        self._counts = not self._divided
+        self._has_executor = True
+        self._hooked = []
         counts = {id(parameter): count for parameter, count in pairs.items()}
         for slot in self.slots:
-            slot.delivered, slot.pairs = False, counts.get(id(slot.parameter), 1)
+            slot.delivered = False
+            slot.pairs = counts.get(id(slot.parameter), 1)
         if self._counts:
             self._begin_rounds()
 
@@ -217,7 +220,8 @@ class GradientSums:
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self.slots:
                 if slot.delivered and not slot.shown:
-                    slot.shown, slot.parameter.grad = True, slot.gradient
+                    slot.shown = True
+                    slot.parameter.grad = slot.gradient
 
     def take(self, factor: float) -> bool:
         """Before an update: what the program has written into `.grad` is what counts; None is no gradient.

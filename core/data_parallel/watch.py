@@ -38,7 +38,9 @@ class UpdateWatch:
         slots: Sequence[ParameterSlot],
         take_weights: Callable[[], None],
     ) -> None:
-        self._agreement, self._buffers, self._stages = agreement, buffers, stages
+        self._agreement = agreement
+        self._buffers = buffers
+        self._stages = stages
         self._slots, self._take_weights = slots, take_weights
         self._forwards, self._optimizer_steps = 0, 0
         # of the agreement, at the last forward and at the last look
@@ -165,7 +167,8 @@ class UpdateWatch:
             return
         agreement = self._agreement
         self._forwards += 1
-        versions, met = sum([buffer.versions for buffer in self._buffers]), agreement.meetings
+        versions = sum([buffer.versions for buffer in self._buffers])
+        met = agreement.meetings
         written = versions != self._versions and met == self._meetings and self._forwards > 1
         self._versions, self._meetings = versions, met
         if not self._forwards & (self._forwards - 1) and not written:
@@ -186,8 +189,10 @@ class UpdateWatch:
             return False
         self._take_weights()
         seen = [checksum(buffer.values) for buffer in self._buffers if buffer.whole_for_program]
-        met, self._meetings_at_look = self._meetings_at_look, self._agreement.meetings
-        before, self._seen = self._seen, torch.stack(seen) if seen else None
+        met = self._meetings_at_look
+        self._meetings_at_look = self._agreement.meetings
+        before = self._seen
+        self._seen = torch.stack(seen) if seen else None
         if self._forwards == 1 or self._seen is None or met != self._agreement.meetings:
             return False
         return before is None or not torch.equal(before, self._seen)

@@ -135,11 +135,9 @@ class GPTBatches:
         self, windows: Iterable[int], rows: Iterable[int], tokens: Rows, labels: Rows
     ) -> None:
         """Write the samples `windows` to these rows; the last sample of a text is filled up."""
-        s, read_tokens, num_labels = (
-            self.sequence_length,
-            self.token_file.tokens,
-            self.token_file.num_tokens - 1,
-        )
+        s = self.sequence_length
+        read_tokens = self.token_file.tokens
+        num_labels = self.token_file.num_tokens - 1
         for window, row in zip(windows, rows, strict=True):
             start = window * s
             count = min(s, max(0, num_labels - start))

@@ -181,7 +181,8 @@ def _nearest_boundary(file: TokenFile, fraction: float) -> int:
         return file.num_documents
     # the token lies in this document: its beginning or that of the next one is nearest
     before = file.document_at(token)
-    below, above = token - file.document_start(before), file.document_start(before + 1) - token
+    below = token - file.document_start(before)
+    above = file.document_start(before + 1) - token
     if below <= above:
         return before
     return before + 1

@@ -77,7 +77,9 @@ class TokenFileWriter:
         self.vocab_size = vocab_size
         self.text_bytes = 0
         self.skipped: Counter[str] = Counter()
-        self._prefix, self._tokenizer, self._sources = prefix, tokenizer, tuple(sources)
+        self._prefix = prefix
+        self._tokenizer = tokenizer
+        self._sources = tuple(sources)
         self._end_of_text = end_of_text
         self._format = FORMAT_ANSWERS if marks_answers else FORMAT
         # .idx last: without it nothing opens
@@ -102,7 +104,9 @@ class TokenFileWriter:
         return self._num_tokens
 
     def __enter__(self) -> "TokenFileWriter":
-        self._lengths, self._num_tokens, self._digest = array("i"), 0, hashlib.sha256()
+        self._lengths = array("i")
+        self._num_tokens = 0
+        self._digest = hashlib.sha256()
         self._lock = take_lock(self._prefix)
         try:
             # without locks another writer may be alive: its temporary files stay

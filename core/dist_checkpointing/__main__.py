@@ -72,7 +72,8 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    directory, begin = open_checkpoint_dir(find(options.path)), time.perf_counter()
+    directory = open_checkpoint_dir(find(options.path))
+    begin = time.perf_counter()
     problems = check(directory, digests=options.fast, full=not options.fast, jobs=options.jobs)
     if options.key and not problems:
         problems = unsigned(directory, options.key)
@@ -107,7 +108,9 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _reshard(options: argparse.Namespace) -> int:
-    stored, tp, pp = StoredCheckpoint.open(find(options.source)), options.tp, options.pp
+    stored = StoredCheckpoint.open(find(options.source))
+    tp = options.tp
+    pp = options.pp
     check_layout({key: stored.info(key) for key in stored.keys}, tp, pp)
     if options.per_rank:
         return _write_per_rank(stored, options.destination, tp, pp)
@@ -145,11 +148,9 @@ def _write_per_rank(stored: StoredCheckpoint, destination: str, tp: int, pp: int
 
 
 def _export(options: argparse.Namespace) -> int:
-    stored, begin, dtype = (
-        StoredCheckpoint.open(find(options.source)),
-        time.perf_counter(),
-        DTYPES[options.dtype],
-    )
+    stored = StoredCheckpoint.open(find(options.source))
+    begin = time.perf_counter()
+    dtype = DTYPES[options.dtype]
     total = sum(tensor.nbytes for tensor in tensors(stored, dtype))
     with progress("exporting", total) as done:
         exported = export(stored, options.destination, dtype, done)
@@ -164,7 +165,8 @@ def _average(options: argparse.Namespace) -> int:
         raise ValueError(
             f"average rounds to the dtype of the weights, and {error}: install torch"
         ) from None
-    stored, begin = StoredCheckpoint.open(find(options.source)), time.perf_counter()
+    stored = StoredCheckpoint.open(find(options.source))
+    begin = time.perf_counter()
     check_new(options.destination)
     nbytes = averaged_bytes(stored)
     with progress("averaging", nbytes) as done:
@@ -227,7 +229,9 @@ def _prune(options: argparse.Namespace) -> int:
             f"{options.root} holds no steps, nor what killed jobs left; give the directory above"
         )
     if options.dry_run:
-        removed, verb, swept = root.surplus(**rules), "would remove", root.leftovers(thorough=True)
+        removed = root.surplus(**rules)
+        verb = "would remove"
+        swept = root.leftovers(thorough=True)
     else:
         lock = root.lock()
         try:

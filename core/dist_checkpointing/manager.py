@@ -48,7 +48,10 @@ class SaveHandle:
     """An asynchronous save under way. `stats.stall_ms` is what it cost the loop."""
 
     def __init__(self, step: int, manager: "CheckpointManager", job: Job, stats: SaveStats) -> None:
-        self.step, self.stats, self._manager, self._job = step, stats, manager, job
+        self.step = step
+        self.stats = stats
+        self._manager = manager
+        self._job = job
 
     def done(self) -> bool:
         """Whether it is over, committed or failed, on this rank."""
@@ -94,12 +97,10 @@ class CheckpointManager:
         )
         self.ps = ps if ps is not None else default_state()
         self.share_reads = share_reads
-        self.root, self.when_busy, self.stale_s, self.timeout_s = (
-            str(root),
-            when_busy,
-            stale_s,
-            timeout_s,
-        )
+        self.root = str(root)
+        self.when_busy = when_busy
+        self.stale_s = stale_s
+        self.timeout_s = timeout_s
         self._saver = Saver(
             self.root,
             self.ps,
@@ -172,7 +173,8 @@ class CheckpointManager:
         save is under way, and `when_busy` says to skip. metrics: as `save`. Raises what went wrong with the save
         before, on all ranks.
         """
-        begin, manifest_metrics = time.perf_counter(), checked_metrics(metrics)
+        begin = time.perf_counter()
+        manifest_metrics = checked_metrics(metrics)
         self._enter_root()
         if self.when_busy == "skip" and self._busy():
             return None

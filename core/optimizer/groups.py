@@ -38,7 +38,8 @@ class Groups:
         *,
         spares: bool,
     ) -> None:
-        self._schedule, self._kind = config.learning_rate, config.lr_schedule
+        self._schedule = config.learning_rate
+        self._kind = config.lr_schedule
         self.leaves_out_skipped = self._schedule.leaves_out_skipped
         self._known_options = defaults.keys()
         named = shard.named_parameters()

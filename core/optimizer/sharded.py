@@ -235,7 +235,8 @@ class ShardedOptimizer(Averages, TorchFace):
 
         # The norm. Who lacks a gradient, and what ranks must agree on, travel with it: one collective for all.
         missing = shard.missing
-        bits, options = self._reached.message(missing), self._groups.fingerprint()
+        bits = self._reached.message(missing)
+        options = self._groups.fingerprint()
         message = shard.agreement.message(bits, options, changes_by_hand, step=self.step_count + 1)
         squared, rows = self._watch.squared_norm(message)
         norm = squared.sqrt() / divisor.abs()
@@ -300,7 +301,8 @@ class ShardedOptimizer(Averages, TorchFace):
         """Stochastic rounding of elements `span`; what belongs to no parameter (padding) is rounded to nearest."""
         rounded = mains.to(torch.bfloat16)
         for shard in state_buffer.parameter_shards:
-            first, last = max(shard.span[0], span[0]), min(shard.span[1], span[1])
+            first = max(shard.span[0], span[0])
+            last = min(shard.span[1], span[1])
             if first < last:
                 elements = slice(first - span[0], last - span[0])
                 start = shard.interval[0] + first - shard.span[0]

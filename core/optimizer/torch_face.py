@@ -128,7 +128,8 @@ class TorchFace(torch.optim.Optimizer):
                 f"a state with {', '.join(map(repr, list(state)[:3]))} is not one of this optimizer's (torch.optim's "
                 "states are whole tensors by number); give what its state_dict() gave, or start its states anew"
             )
-        local_shards, counts = self.states(own_mains=False), state["local"]
+        local_shards = self.states(own_mains=False)
+        counts = state["local"]
         for name, kinds in state["states"].items():
             local_kinds = local_shards.get(name, {})
             for kind, (_, interval) in kinds.items():

@@ -84,7 +84,9 @@ class ParallelConfig:
         )
 
     def _context_rules(self) -> Iterator[tuple[bool, str]]:
-        kind, ulysses, context = self.cp_comm_type, self.ulysses, self.context
+        kind = self.cp_comm_type
+        ulysses = self.ulysses
+        context = self.context
         yield (
             kind in CP_COMM_TYPES,
             f"unknown cp_comm_type {kind!r}; known: {', '.join(CP_COMM_TYPES)}",

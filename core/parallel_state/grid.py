@@ -96,20 +96,23 @@ class Grid:
             return (rank,)
         if group in ("ep", "edp"):
             coordinate = self.coordinate(rank)
-            block, ep = self._stage_ranks(coordinate["pp"]), self.sizes["ep"]
+            block = self._stage_ranks(coordinate["pp"])
+            ep = self.sizes["ep"]
             if group == "edp":
                 return tuple(block[coordinate["ep"] :: ep])
             first = coordinate["edp"] * ep
             return tuple(block[first : first + ep])
         if group in ("shard", "replicate"):
             ranks = self._vary(rank, ("dp", "cp"))
-            copy_size, position = len(ranks) // self.config.replicate, ranks.index(rank)
+            copy_size = len(ranks) // self.config.replicate
+            position = ranks.index(rank)
             if group == "replicate":
                 return ranks[position % copy_size :: copy_size]
             first = position // copy_size * copy_size
             return ranks[first : first + copy_size]
         if group == "ulysses":
-            ranks, size = self._vary(rank, ("cp",)), self.config.ulysses_ranks
+            ranks = self._vary(rank, ("cp",))
+            size = self.config.ulysses_ranks
             first = ranks.index(rank) // size * size
             return ranks[first : first + size]
         if unknown := set(group.split("-")) - set(self.config.order):

@@ -83,7 +83,8 @@ def fill(
                 generator = torch.Generator(device).manual_seed(mix32(seed, name, block))
                 size = (min(rows, total - block * rows), columns)
                 values = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
-                values, drawn_block = values.mul_(init.std).add_(init.mean), block
+                values = values.mul_(init.std).add_(init.mean)
+                drawn_block = block
             count_now = min(count - filled, rows - offset)
             local[filled : filled + count_now].copy_(values[offset : offset + count_now, box[-1]])
             filled += count_now

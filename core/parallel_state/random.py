@@ -58,7 +58,8 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Every generator that code on a device may draw from: its own, and the CPU's."""
-    device_generator, cpu = default_generator(device), torch.default_generator
+    device_generator = default_generator(device)
+    cpu = torch.default_generator
     if device_generator is cpu:
         return [cpu]
     return [cpu, device_generator]

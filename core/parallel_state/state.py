@@ -212,10 +212,8 @@ class ParallelState:
         """Calls, bytes and seconds so far, per group name; `link` is all messages between pipeline stages."""
         links = Traffic()
         for link in self._links.values():
-            links.calls, links.bytes = (
-                links.calls + link.traffic.calls,
-                links.bytes + link.traffic.bytes,
-            )
+            links.calls = links.calls + link.traffic.calls
+            links.bytes = links.bytes + link.traffic.bytes
         traffic = {name: group.traffic for name, group in self.groups.items()}
         if self._links:
             traffic["link"] = links

@@ -71,7 +71,8 @@ class _Probe:
                 if buffer._version != version:
                     with torch.no_grad():
                         buffer.copy_(value)
-        difference, size = (rotated - plain.roll(1, 0)).abs().max(), plain.abs().max()
+        difference = (rotated - plain.roll(1, 0)).abs().max()
+        size = plain.abs().max()
         if difference > DIFFERENT * size:
             warnings.warn(
                 f"{self._name} ({type(module).__name__}) looks along the sequence, and sees this tensor rank's "

@@ -115,7 +115,8 @@ class _CrossEntropy(torch.autograd.Function):
         ignore: int,
     ) -> Tensor:
         columns = logits.shape[-1]
-        flat, target = logits.detach().view(-1, columns), labels.reshape(-1)
+        flat = logits.detach().view(-1, columns)
+        target = labels.reshape(-1)
         dtype = compute_dtype(flat.dtype)
         first = group.rank * columns if group is not None else 0
         true_columns = max(0, min(columns, vocab - first))  # the last ranks may hold padding
@@ -151,12 +152,10 @@ class _CrossEntropy(torch.autograd.Function):
         # exponential * probability_factor is the softmax: all that backward needs
         probability_factor = (local_max - row_max).exp_() / row_sum * counted
         ctx.save_for_backward(local_label, is_local, probability_factor, counted)
-        ctx.exponentials, ctx.true_columns, ctx.smoothing, ctx.vocab = (
-            flat,
-            true_columns,
-            smoothing,
-            vocab,
-        )
+        ctx.exponentials = flat
+        ctx.true_columns = true_columns
+        ctx.smoothing = smoothing
+        ctx.vocab = vocab
         return loss.masked_fill_(~counted, 0).view(labels.shape)
 
     @staticmethod

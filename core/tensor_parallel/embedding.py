@@ -54,7 +54,8 @@ class VocabParallelEmbedding(PlacedModule):
         self.weight = place.parameter(
             vocab_layout(vocab_size, hidden_size, place.tp, partial), init
         )
-        self.first, self.is_full_table = place.rank * self.weight.shape[0], place.group is None
+        self.first = place.rank * self.weight.shape[0]
+        self.is_full_table = place.group is None
         self.stage, self.comm = place.stage, place.row_comm()
         self.place_in(place.own_modules)
 

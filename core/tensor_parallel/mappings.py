@@ -143,7 +143,9 @@ class _GatherExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, tensor_ranks: int) -> Tensor:
-        ctx.weight, ctx.group, ctx.tensor_ranks = weight, group, tensor_ranks
+        ctx.weight = weight
+        ctx.group = group
+        ctx.tensor_ranks = tensor_ranks
         return _gather_last(x, group)
 
     @staticmethod
@@ -296,7 +298,8 @@ def full_tensor(
             f"full_tensor: {list(parameter.shape)} is not like the parameter, {list(like.shape)}"
         )
     layout = layout_of(parameter if like is None else like)
-    ps, full = parallel if parallel is not None else current_state(), parameter
+    ps = parallel if parallel is not None else current_state()
+    full = parameter
     # on one dim the first named axis is outermost
     for axis, dim in reversed(list(layout.split.items())):
         moved, group = full.transpose(dim, -1), ps.group(axis)

@@ -53,7 +53,8 @@ class Placement:
         dtype: torch's default dtype where it is not given.
         """
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        group, splits_sequence = ps.group("tp"), ps.config.sequence_parallel
+        group = ps.group("tp")
+        splits_sequence = ps.config.sequence_parallel
         own_modules = (
             OwnModules(group, splits_sequence=splits_sequence) if group is not None else None
         )

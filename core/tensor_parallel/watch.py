@@ -87,8 +87,11 @@ class SplitWatch:
         sums_foreign: bool = False,
         warns_of_hooks: bool = True,
     ) -> None:
-        self._group, self._expert_group, self._sums_foreign = group, expert_group, sums_foreign
-        self._forwards, self._warned_of_hooks = 0, not (warns_of_hooks and group is not None)
+        self._group = group
+        self._expert_group = expert_group
+        self._sums_foreign = sums_foreign
+        self._forwards = 0
+        self._warned_of_hooks = not (warns_of_hooks and group is not None)
         self._warned_of_parts = False
         self._by_hand: ByHand | None = None  # observes arithmetic between forwards
         self._split: list[tuple[nn.Module, str]] = []

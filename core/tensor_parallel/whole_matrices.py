@@ -36,7 +36,8 @@ def watch_optimizers(model: nn.Module) -> None:
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal warned
-        optimizer_class, model_alive = type(optimizer), model_reference()
+        optimizer_class = type(optimizer)
+        model_alive = model_reference()
         is_elementwise = (
             optimizer_class.__name__ in _ELEMENTWISE
             or optimizer_class.__module__.startswith("core.")

@@ -126,7 +126,8 @@ def _tokenizer_of_run(trained: Trained) -> str:
     folder = None if said == "None" else said
     if own := tokenizer_in(folder):
         return own
-    given, train = trained.settings.get("data.tokenizer"), trained.settings.get("data.train") or ()
+    given = trained.settings.get("data.tokenizer")
+    train = trained.settings.get("data.train") or ()
     if given not in (None, "None"):
         return str(given)
     prefixes = [prefix for _, prefix in open_blend(train)] if train else []

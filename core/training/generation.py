@@ -157,8 +157,11 @@ class _Text:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, the model takes 1 to {longest}; shorten it"
             )
-        self.tokens, self.length = list(prompt), min(len(prompt) + new_tokens, longest)
-        self._sampling, self._stop, self._stopped = sampling, frozenset(stop), False
+        self.tokens = list(prompt)
+        self.length = min(len(prompt) + new_tokens, longest)
+        self._sampling = sampling
+        self._stop = frozenset(stop)
+        self._stopped = False
         self._generator = torch.Generator().manual_seed(seed)
 
     @property
@@ -184,12 +187,10 @@ class _Batch:
         texts: list[_Text],
         cached_modules: list[nn.Module],
     ) -> None:
-        self._model, self._executor, self._texts, self._cached_modules = (
-            model,
-            executor,
-            texts,
-            cached_modules,
-        )
+        self._model = model
+        self._executor = executor
+        self._texts = texts
+        self._cached_modules = cached_modules
         self._device = model.parallel.device
         self._width = max(len(text.tokens) for text in texts)
         # shorter prompts are filled up on the left, so that the next token of all is at the same place
@@ -230,7 +231,8 @@ class _Batch:
     def running(self) -> Iterator[None]:
         """Around all calls of `advance`: the model in eval mode, its attentions with the cache."""
         # the model warns of logits that are split over tensor ranks; here they are gathered
-        warns_of_columns, self._model.tells_of_columns = self._model.tells_of_columns, False
+        warns_of_columns = self._model.tells_of_columns
+        self._model.tells_of_columns = False
         modules = [self._model] if self._executor is None else [*self._executor.modules.values()]
         try:
             with ExitStack() as stack:

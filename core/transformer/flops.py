@@ -10,12 +10,10 @@ def multiplications_per_token(
 
     Causal attention counts half its square, what a causal kernel computes; a figure that counts all of it is larger.
     """
-    h, d, heads, groups = (
-        config.hidden_size,
-        config.head_size,
-        config.num_attention_heads,
-        config.groups,
-    )
+    h = config.hidden_size
+    d = config.head_size
+    heads = config.num_attention_heads
+    groups = config.groups
     projections = h * d * (2 * heads + 2 * groups)
     layers = []
     for layer in range(config.num_layers):
@@ -27,7 +25,8 @@ def multiplications_per_token(
 
 
 def _feed_forward(config: TransformerConfig, layer: int) -> int:
-    h, products = config.hidden_size, 3 if config.gated_linear_unit else 2
+    h = config.hidden_size
+    products = 3 if config.gated_linear_unit else 2
     if not config.has_experts(layer):
         return h * config.ffn * products
     assert config.num_moe_experts is not None

@@ -60,7 +60,8 @@ class _RMSNorm(torch.autograd.Function):
         size, wide = x.shape[-1], inverse_rms.dtype
         grad32 = grad.to(wide)
         # x / rms is computed again: keeping it would cost as much memory as the activation itself.
-        normalized, weighted = x.to(wide) * inverse_rms, grad32 * weight.to(wide)
+        normalized = x.to(wide) * inverse_rms
+        weighted = grad32 * weight.to(wide)
         mean = torch.linalg.vecdot(weighted, normalized).div_(size).unsqueeze(-1)
         dx = weighted.addcmul_(normalized, mean, value=-1).mul_(inverse_rms).to(x.dtype)
         dw = normalized.mul_(grad32).reshape(-1, size).sum(0).to(weight.dtype)
@@ -147,7 +148,8 @@ class _AllHeadsRMSNorm(torch.autograd.Function):
             raise no_second_derivative("the fused RMSNorm")
         x, scale, inverse_rms = ctx.saved_tensors
         grad32 = _to_float32(grad)
-        normalized, weighted = _to_float32(x) * inverse_rms, grad32 * _to_float32(scale)
+        normalized = _to_float32(x) * inverse_rms
+        weighted = grad32 * _to_float32(scale)
         mean = _sum_over_heads(weighted * normalized, ctx.group).div_(ctx.size)
         dx = weighted.addcmul_(normalized, mean, value=-1).mul_(inverse_rms).to(x.dtype)
         return (
@@ -181,12 +183,11 @@ class AllHeadsRMSNorm(SpreadModule):
     def __init__(self, build: Build, heads: int) -> None:
         super().__init__()
         place, config = build.place, build.config
-        self.size, self.head_size, self.eps = (
-            heads * config.head_size,
-            config.head_size,
-            config.layernorm_epsilon,
-        )
-        self.group, self.zero_centered = place.group, config.layernorm_zero_centered_gamma
+        self.size = heads * config.head_size
+        self.head_size = config.head_size
+        self.eps = config.layernorm_epsilon
+        self.group = place.group
+        self.zero_centered = config.layernorm_zero_centered_gamma
         init = Init(mean=0.0 if self.zero_centered else 1.0)
         self.weight = place.parameter(Layout((self.size,), split={"tp": 0}), init)
 

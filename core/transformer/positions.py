@@ -77,7 +77,9 @@ class Rotary(nn.Module):
                 f"rotary needs an even number of dims per head, got {width} of kv_channels={config.head_size}; "
                 "change kv_channels, num_attention_heads or rotary_percent"
             )
-        self.width, self.base, self.positions = width, rotary.base, max_sequence_length
+        self.width = width
+        self.base = rotary.base
+        self.positions = max_sequence_length
         self.scaling = rotary.scaling
         self.device = build.parallel.device
         for name, table in self._tables(build.place.device, config.params_dtype).items():

@@ -48,7 +48,9 @@ def _expert_rules(config: TransformerConfig, ranks: int) -> Iterator[tuple[bool,
 def _context_rules(
     config: TransformerConfig, parallel: ParallelConfig
 ) -> Iterator[tuple[bool, str]]:
-    context, ulysses, tp = parallel.context, parallel.ulysses_ranks, parallel.tensor
+    context = parallel.context
+    ulysses = parallel.ulysses_ranks
+    tp = parallel.tensor
     yield (
         context == 1 or config.attention_dropout == 0,
         f"attention_dropout={config.attention_dropout} with context={context}: no kernel drops out of attention that "

@@ -32,11 +32,9 @@ class RotaryScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        low, high, original = (
-            self.low_freq_factor,
-            self.high_freq_factor,
-            self.original_max_position_embeddings,
-        )
+        low = self.low_freq_factor
+        high = self.high_freq_factor
+        original = self.original_max_position_embeddings
         rules = [
             (
                 self.kind in ROTARY_SCALINGS,
@@ -153,7 +151,9 @@ class TransformerConfig:
             "ffn_hidden_size",
         ):
             yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
-        heads, groups, hidden = self.num_attention_heads, self.groups, self.hidden_size
+        heads = self.num_attention_heads
+        groups = self.groups
+        hidden = self.hidden_size
         yield (
             self.kv_channels is not None or heads < 1 or hidden % heads == 0,
             f"hidden_size={hidden} does not divide by num_attention_heads={heads}; use "

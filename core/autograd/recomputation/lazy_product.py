@@ -135,12 +135,10 @@ class LazyProduct(Tensor):
         lazy: LazyProduct = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
-        lazy._meta, lazy._compute, lazy._value, lazy._linears = (
-            meta,
-            compute,
-            None,
-            linears_of_region,
-        )
+        lazy._meta = meta
+        lazy._compute = compute
+        lazy._value = None
+        lazy._linears = linears_of_region
         return lazy
 
     def value(self) -> Tensor:

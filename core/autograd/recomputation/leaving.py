@@ -191,7 +191,8 @@ class RegionHistory:
     def update(self, submodules: Submodules) -> None:
         """Before a run: hooks, computed weights and submodules come and go."""
         self.state.refresh(submodules.modules)
-        self.may_leak, self.computed = submodules.may_leak, submodules.computed
+        self.may_leak = submodules.may_leak
+        self.computed = submodules.computed
 
 
 class _SecondRun:
@@ -200,7 +201,8 @@ class _SecondRun:
     def __init__(
         self, enter_second_run: Callable[[], AbstractContextManager[Any]], tensors: Sequence[Tensor]
     ) -> None:
-        self._enter_second_run, self._tensors = enter_second_run, tensors
+        self._enter_second_run = enter_second_run
+        self._tensors = tensors
         self._versions = [tensor._version for tensor in tensors]
 
     @property

@@ -42,7 +42,10 @@ class _BufferBefore:
     """One buffer before a first run: itself, how often it had been written, and a copy where that is needed."""
 
     def __init__(self, owner: nn.Module, name: str, buffer: Tensor, copy: Tensor | None) -> None:
-        self.owner, self.name, self.buffer, self.copy = owner, name, buffer, copy
+        self.owner = owner
+        self.name = name
+        self.buffer = buffer
+        self.copy = copy
         self.version = 0 if buffer.is_inference() else buffer._version
 
     def was_written(self) -> bool:
@@ -148,10 +151,8 @@ class ModuleState:
             ):
                 continue
             for name in {**attributes_before, **current}:
-                old_value, new_value = (
-                    attributes_before.get(name, _ABSENT),
-                    current.get(name, _ABSENT),
-                )
+                old_value = attributes_before.get(name, _ABSENT)
+                new_value = current.get(name, _ABSENT)
                 if old_value is new_value:
                     continue
                 before.leaks_tensors = before.leaks_tensors or _holds_tensor(new_value)

@@ -185,7 +185,8 @@ class _Region:
         was_open = bag is not None and bag.open
         if bag is not None:
             bag.open = False
-        token, outer_linears = recomputed_region.set(self), linears_of_region.set(count)
+        token = recomputed_region.set(self)
+        outer_linears = linears_of_region.set(count)
         try:
             with (
                 torch.enable_grad(),
@@ -361,7 +362,8 @@ def run_region(
         return fn(*args, **kwargs)
     region = _Region(fn, args, kwargs, stage)
     region.remember(parameters)
-    region.history, region.notes.keeps_activations = history, history.keeps_activations
+    region.history = history
+    region.notes.keeps_activations = history.keeps_activations
     tensors, region.tensors = region.tensors, []
     if history.leaks_tensors is None and history.state.scripted:
         history.leaks_tensors = False

@@ -84,7 +84,9 @@ class Buffer(Weights):
         self._build_gradients()
 
     def _build_gradients(self) -> None:
-        size, dtype, device = self.bucket.size, self.grad_dtype, self.ps.device
+        size = self.bucket.size
+        dtype = self.grad_dtype
+        device = self.ps.device
         flat = torch.zeros(size, dtype=dtype, device=device)
         self._full_gradients = self._views(flat)
         self._gradient_placeholders = [nan_placeholder(view) for view in self._full_gradients]
@@ -154,7 +156,8 @@ class Buffer(Weights):
     def forget(self, index: int) -> None:
         """Drop what has come for parameter `index` in this step."""
         if self.stage >= 2 and not self._first_sum:
-            slot, (first, last) = self.bucket.slots[index], self.updated_interval
+            slot = self.bucket.slots[index]
+            first, last = self.updated_interval
             self.gradients[
                 max(first, slot.start) - first : max(first, min(last, slot.stop)) - first
             ].zero_()
@@ -256,7 +259,8 @@ class Buffer(Weights):
         (shard_start, shard_stop), (offset, _) = self.shard_interval, self.updated_interval
         inside: list[Interval] = []
         for start, stop in intervals:
-            start, stop = max(start, shard_start) - offset, min(stop, shard_stop) - offset
+            start = max(start, shard_start) - offset
+            stop = min(stop, shard_stop) - offset
             if start < stop and inside and inside[-1][1] == start:
                 inside[-1] = inside[-1][0], stop
             elif start < stop:

@@ -80,7 +80,10 @@ class ParameterSlot:
     """
 
     def __init__(self, parameter: Parameter, name: str, buffer: Buffer, index: int) -> None:
-        self.parameter, self.name, self.buffer, self.index = parameter, name, buffer, index
+        self.parameter = parameter
+        self.name = name
+        self.buffer = buffer
+        self.index = index
         self.delivered, self.zeroed, self.pairs = False, False, 1
         self.round: Any = None  # stages 0, 1: the `Round` that counts it
         self.unit: Unit | None = None  # stage 3

@@ -96,7 +96,8 @@ def fill_all(
                     _fill_module(submodule, own_parameters, name_of_unfilled, ps, init, how)
                     for name, parameter in own_parameters.items():
                         # the full tensor goes as soon as this rank has its elements of it
-                        full, submodule._parameters[name] = submodule._parameters[name], parameter
+                        full = submodule._parameters[name]
+                        submodule._parameters[name] = parameter
                         assert full is not None
                         if id(parameter) in filled:  # tied weights: the first values count
                             continue

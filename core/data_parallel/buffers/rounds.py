@@ -34,7 +34,9 @@ class Round:
 
     def begin(self, *, split: bool) -> None:
         """A new round: nothing has arrived, no sum has started."""
-        self.open, self._next, self.buffers = True, 0, self._orders[split]
+        self.open = True
+        self._next = 0
+        self.buffers = self._orders[split]
         self._missing_parameters = {buffer: len(buffer.parameters) for buffer in self.buffers}
         self._with_started_sum.clear()
 

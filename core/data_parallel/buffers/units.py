@@ -67,7 +67,9 @@ class StageUnits:
     ) -> None:
         self.root, self.layers = root, layers
         self.split = self.unsharded = False
-        self._frees, self._divided, self._backward_begins = frees, divided, backward_begins
+        self._frees = frees
+        self._divided = divided
+        self._backward_begins = backward_begins
         self._in_backward: list[
             Unit
         ] = []  # units whose backward has begun and that are not freed yet
@@ -157,7 +159,8 @@ class StageUnits:
             self._in_backward.remove(other)
             other.free()
         unit.gather()
-        unit.missing_gradients, unit.last_backward = len(unit.parameters), current
+        unit.missing_gradients = len(unit.parameters)
+        unit.last_backward = current
         if unit not in self._in_backward:
             self._in_backward.append(unit)
         if position:

@@ -143,7 +143,8 @@ class Weights:
         if self.stage < 3:
             self._full_weights[index].copy_(full)
             return
-        slot, (first, last) = self.bucket.slots[index], self.updated_interval
+        slot = self.bucket.slots[index]
+        first, last = self.updated_interval
         start, stop = max(first, slot.start), min(last, slot.stop)
         if start < stop:
             elements = full.reshape(-1)[start - slot.start : stop - slot.start]

@@ -108,7 +108,8 @@ def _prepare(
         say(f"preparing {name} ({len(text.sources):,} files, {megabytes:.1f} MB) as {prefix}, once")
         folder = None
         if tokenizer_file is not None:
-            folder, tokenizer = Path(tokenizer_file).parent, load_tokenizer(tokenizer_file)
+            folder = Path(tokenizer_file).parent
+            tokenizer = load_tokenizer(tokenizer_file)
         else:
             tokenizer = ByteTokenizer() if chats else _learned(text, vocab_size, say)
         with progress("tokenising", text.num_bytes) as advance:

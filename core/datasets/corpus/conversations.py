@@ -201,7 +201,8 @@ def prepare_conversations(
     begin = time.perf_counter()
     prefix = checked_prefix(output)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    encoder, end = ConversationEncoder(tokenizer, template_folder), tokenizer.end_of_text
+    encoder = ConversationEncoder(tokenizer, template_folder)
+    end = tokenizer.end_of_text
     with TokenFileWriter(
         prefix,
         vocab_size=tokenizer.vocab_size,

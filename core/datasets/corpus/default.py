@@ -140,7 +140,8 @@ def _build(
     tokenizer.save(directory / "tokenizer.json")
     _write(directory / "train", train, tokenizer, [str(sources.root)])
     _write(directory / "valid", valid, tokenizer, [str(sources.root)])
-    train_file, valid_file = TokenFile(directory / "train"), TokenFile(directory / "valid")
+    train_file = TokenFile(directory / "train")
+    valid_file = TokenFile(directory / "valid")
     # yardsticks for a model's validation loss, in bits per byte of the same text
     valid_text = "".join(valid).encode()
     figures = _Figures(

@@ -154,7 +154,8 @@ def _text(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterato
             if not content:
                 return
         if is_beginning:
-            content, is_beginning = content.removeprefix(codecs.BOM_UTF8), False
+            content = content.removeprefix(codecs.BOM_UTF8)
+            is_beginning = False
         position = raw.tell()
         size, previous_position = position - previous_position, position
         if reason := _unreadable(content):

@@ -53,7 +53,9 @@ class LocalShards:
     def __init__(
         self, manifest: Manifest, directory: str | Path, fetch: Fetch | None = None
     ) -> None:
-        self.manifest, self.directory, self.fetch = manifest, Path(directory), fetch
+        self.manifest = manifest
+        self.directory = Path(directory)
+        self.fetch = fetch
         self._ahead: dict[int, threading.Thread] = {}
 
     def open(self, number: int) -> TokenFile:
@@ -139,7 +141,8 @@ class LocalShards:
             return None
 
     def _brought(self, number: int) -> TokenFile:
-        prefix, name = self._prefix(number), self.manifest.shards[number].name
+        prefix = self._prefix(number)
+        name = self.manifest.shards[number].name
         if self.fetch is None:
             raise ValueError(
                 f"shard {name} is not in {self.directory}; copy it there, or say how: data.fetch"

@@ -100,7 +100,8 @@ def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
         last_start = max(0, file.num_tokens - _BLOCK)
         starts = [i * last_start // (_BLOCKS - 1) for i in range(_BLOCKS)]
         smallest, largest = file.smallest_and_largest(starts, _BLOCK)
-        smallest, largest = min(first_smallest, smallest), max(first_largest, largest)
+        smallest = min(first_smallest, smallest)
+        largest = max(first_largest, largest)
         if smallest < 0 or largest >= tokenizer.vocab_size:
             raise ValueError(
                 f"{file.prefix}.bin holds token {smallest if smallest < 0 else largest}, the tokenizer has "

@@ -15,7 +15,10 @@ _CRC32C: Json = {"name": "crc32c"}
 _NEWER = "a newer version may have written it, or another program"
 
 # Far above any checkpoint, low enough that what a hostile file says costs neither memory nor time.
-_MAX_DIMS, _MAX_CELLS, _MAX_INNER_CHUNKS, _MAX_CHUNK_BYTES = 32, 2**24, 2**16, 2**30
+_MAX_DIMS = 32
+_MAX_CELLS = 2**24
+_MAX_INNER_CHUNKS = 2**16
+_MAX_CHUNK_BYTES = 2**30
 
 CRC_BYTES = 4  # of the checksum behind every payload
 INDEX_ENTRY_BYTES = 16  # offset and length of one inner chunk, two little-endian 64-bit integers
@@ -127,16 +130,15 @@ def array_metadata(
 def info_of(metadata: Mapping[str, Any]) -> ArrayInfo:
     """What an array is, by a zarr.json that passed `check_metadata`."""
     attributes = metadata["attributes"]
-    dtype, tp_dim = attributes.get("torch_dtype", metadata["data_type"]), attributes.get("tp_dim")
+    dtype = attributes.get("torch_dtype", metadata["data_type"])
+    tp_dim = attributes.get("tp_dim")
     stacked = "stack" in attributes
     axis = attributes.get("axis", "tp")
     # rows cut over tp, outside of stacks: a vocabulary
     ragged = not stacked and tp_dim == 0 and axis == "tp"
-    stack, layers, depth = (
-        attributes.get("stack", ""),
-        tuple(attributes.get("layers", ())),
-        attributes.get("depth", 0),
-    )
+    stack = attributes.get("stack", "")
+    layers = tuple(attributes.get("layers", ()))
+    depth = attributes.get("depth", 0)
     return ArrayInfo(
         tuple(metadata["shape"]), dtype, tp_dim, stacked, ragged, stack, layers, depth, axis
     )
@@ -198,7 +200,8 @@ def check_metadata(key: str, metadata: Any) -> None:
     """
     check_path(key)
     try:
-        chunking, attributes = Chunking.from_metadata(metadata), metadata["attributes"]
+        chunking = Chunking.from_metadata(metadata)
+        attributes = metadata["attributes"]
         dtype = attributes.get("torch_dtype", chunking.data_type)
         is_stored = dtype in STORED_DTYPES
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -237,7 +240,8 @@ def difference(path: str, actual: Any, expected: Any) -> str | None:
     if json.dumps(actual, sort_keys=True) == json.dumps(expected, sort_keys=True):
         return None
     if isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
-        actual, expected = dict(enumerate(actual)), dict(enumerate(expected))
+        actual = dict(enumerate(actual))
+        expected = dict(enumerate(expected))
     if isinstance(actual, dict) and isinstance(expected, dict):
         for name in sorted(actual.keys() ^ expected.keys()):
             return f"{path}: {_short(name)} is {'missing' if name in expected else 'unknown'}"
@@ -271,7 +275,8 @@ def _impossible_sizes(chunking: Chunking) -> str | None:
 def _impossible_attributes(key: str, shape: tuple[int, ...], attributes: Json) -> str | None:
     """Why what tools know of an array cannot be of this one; None if it can."""
     dims = len(shape)
-    tp_dim, stack = attributes.get("tp_dim", dims - 1), attributes.get("stack", "")
+    tp_dim = attributes.get("tp_dim", dims - 1)
+    stack = attributes.get("stack", "")
     stacked = "stack" in attributes
     name = key.rpartition("/")[2]
     if not isinstance(stack, str) or (stack and not name.startswith(f"{stack}.")):

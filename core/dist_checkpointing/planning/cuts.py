@@ -20,7 +20,8 @@ def cuts(info: ArrayInfo, tp: int, pp: int) -> list[Intervals]:
     intervals = [[(0, size)] for size in info.shape]
     if info.stacked:
         # of layers by their numbers in the model: a stage may hold none that has this parameter
-        cuts_of_model, numbers = _even_cuts(info.model_layers, pp), info.layer_numbers
+        cuts_of_model = _even_cuts(info.model_layers, pp)
+        numbers = info.layer_numbers
         intervals[0] = [
             (bisect_left(numbers, start), bisect_left(numbers, stop))
             for start, stop in cuts_of_model

@@ -239,7 +239,8 @@ def _local_cell(key: str, info: ArrayInfo, shards: Sequence[ShardBits], cell: Bo
 
 def _assemble(info: ArrayInfo, shards: Sequence[ShardBits], cell: Box) -> tuple[np.ndarray, int]:
     """A cell filled with what this rank holds of it, and how many elements it lacks: those are not initialized."""
-    array, missing = np.empty(extent(cell), STORED_DTYPES[info.dtype][0]), volume(cell)
+    array = np.empty(extent(cell), STORED_DTYPES[info.dtype][0])
+    missing = volume(cell)
     for shard in shards:
         if (overlap := intersect(shard.box, cell)) is not None:
             array[slices(relative(overlap, cell))] = shard.stored(overlap, info)

@@ -134,7 +134,8 @@ class SavePlanner:
         if fingerprints != self._fingerprints:
             kinds = [report["kind"] for report in reports]
             catalogs = self._gather(without_repeated_arrays(catalog, self._ps.rank, kinds))
-            self._catalog, self._plan = merge_catalogs(with_repeated_arrays(catalogs, kinds)), None
+            self._catalog = merge_catalogs(with_repeated_arrays(catalogs, kinds))
+            self._plan = None
             self._fingerprints = fingerprints
 
     def _gather(self, value: Any) -> list[Any]:

@@ -121,7 +121,8 @@ def _check_size(directory: CheckpointDir, manifest: Manifest, path: str) -> str 
 
 def _check_json(directory: CheckpointDir, manifest: Manifest, path: str) -> str | None:
     """By all its bytes: JSON files are small."""
-    expected, crc = manifest.files[path][1], json_crc(directory.read(path))
+    expected = manifest.files[path][1]
+    crc = json_crc(directory.read(path))
     if crc == expected:
         return None
     return f"is damaged: its crc is {crc}, the manifest says {expected}"
@@ -233,7 +234,8 @@ def _read_error(
     directory: CheckpointDir, key: str, array: Node, boxes: Iterable[Box]
 ) -> str | None:
     """Why boxes of an array cannot be read; None if they can."""
-    reader, dtype = Reader(directory, {key: array}), np.dtype(array["data_type"])
+    reader = Reader(directory, {key: array})
+    dtype = np.dtype(array["data_type"])
     try:
         for box in boxes:
             fits = volume(box) * dtype.itemsize <= _MAX_READ_BYTES

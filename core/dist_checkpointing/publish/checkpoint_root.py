@@ -159,7 +159,9 @@ class CheckpointRoot:
 
         `waiting` is called meanwhile. Raises RuntimeError: it never will be. TimeoutError.
         """
-        name, end, pause = self._checked_name(name), time.monotonic() + timeout_s, 0.002
+        name = self._checked_name(name)
+        end = time.monotonic() + timeout_s
+        pause = 0.002
         while self._strategy.identity(name) != uuid:
             # the identity again: it may have been committed between the two looks
             if not self._strategy.exists(name, uuid) and self._strategy.identity(name) != uuid:

@@ -72,7 +72,8 @@ def merge_receipts(
     folder = receipts_folder(uuid, rank, world_size)
     if folder == FOLDER or rank % FAN_IN:
         return
-    directory, ranks = root.temporary(name, uuid), range(rank, min(rank + FAN_IN, world_size))
+    directory = root.temporary(name, uuid)
+    ranks = range(rank, min(rank + FAN_IN, world_size))
 
     def check_attempt() -> None:
         if not root.is_begun(name, uuid):

@@ -28,7 +28,9 @@ class Heartbeat:
     """Calls `beat` every `every` seconds until it is stopped, or until what it touches is gone. A context."""
 
     def __init__(self, beat: Callable[[], None], every: float = 1.0) -> None:
-        self._beat, self._interval_s, self._stop = beat, every, threading.Event()
+        self._beat = beat
+        self._interval_s = every
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpoint-heartbeat", daemon=True)
         self._thread.start()
 
@@ -75,7 +77,9 @@ class OtherRanks:
     def __init__(
         self, orphaned: Callable[[], bool], last_beat: Callable[[], str], silent_s: float = SILENT_S
     ) -> None:
-        self._orphaned, self._last_beat, self._silent_s = orphaned, last_beat, silent_s
+        self._orphaned = orphaned
+        self._last_beat = last_beat
+        self._silent_s = silent_s
         self._latest_beat: str | None = None
         self._latest_time = 0.0  # when that beat was first noticed, by this process's clock
 
@@ -85,7 +89,8 @@ class OtherRanks:
             return
         beat = self._last_beat()
         if beat != self._latest_beat:
-            self._latest_beat, self._latest_time = beat, time.monotonic()
+            self._latest_beat = beat
+            self._latest_time = time.monotonic()
         elif time.monotonic() - self._latest_time > self._silent_s:
             raise Orphaned(
                 f"the job is gone, and no other rank was heard of for {self._silent_s:.0f} s"

@@ -168,7 +168,8 @@ class _File(Protocol):
 
 class _LocalFile:
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self.size = descriptor, os.fstat(descriptor).st_size
+        self._descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
 
     def read_at(self, count: int, offset: int) -> bytes:
         return os.pread(self._descriptor, count, offset)

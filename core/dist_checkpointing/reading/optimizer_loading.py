@@ -40,12 +40,10 @@ class OptimizerLoad:
         stored: StoredCheckpoint,
         key_mapping: KeyMapping,
     ) -> None:
-        self._path, self._optimizer, self._stored, self._key_mapping = (
-            path,
-            optimizer,
-            stored,
-            key_mapping,
-        )
+        self._path = path
+        self._optimizer = optimizer
+        self._stored = stored
+        self._key_mapping = key_mapping
         self._parameters = list(parameters(path, optimizer, state))
         self._kinds = self._possible_kinds()
         # parameter -> kind -> the memory that is filled, or the object whose value is set
@@ -94,7 +92,8 @@ class OptimizerLoad:
     def _add_states(self, parameter: Parameter) -> None:
         states = self._states[parameter.tensor] = {}
         for kind in self._kinds:
-            key, value = f"{self._path}/{kind}/{parameter.key}", self._object(kind, parameter)
+            key = f"{self._path}/{kind}/{parameter.key}"
+            value = self._object(kind, parameter)
             # an array, a value of its own per parameter, or nothing: then the optimizer starts without this state
             source = self._key_mapping.source(key)
             if set(paths(source)) <= self._stored.metadata.keys():

@@ -99,7 +99,10 @@ class _ReadRounds:
         ps: ParallelState,
         verify: bool,
     ) -> None:
-        self._stored, self._plan, self._cell_targets, self._ps = stored, plan, cell_targets, ps
+        self._stored = stored
+        self._plan = plan
+        self._cell_targets = cell_targets
+        self._ps = ps
         self._arrays = {key: stored.info(key) for key in plan.shared}
         files = stored.manifest.files if verify else None
         self._reader = fastest_reader(stored.directory, stored.metadata, files, budget_bytes=BUDGET)

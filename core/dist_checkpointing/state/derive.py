@@ -97,7 +97,8 @@ def _rounds_to(main: Tensor, weight: Tensor) -> Iterator[bool | Tensor]:
     for main_block, weight_block in zip(
         main.view(-1).split(size), weight.view(-1).split(size), strict=True
     ):
-        rounded, bits = _bits(main_block.to(weight_block)), _bits(weight_block)
+        rounded = _bits(main_block.to(weight_block))
+        bits = _bits(weight_block)
         yield (rounded == bits).all() if reading else torch.equal(rounded, bits)
 
 

@@ -47,7 +47,8 @@ def local_shards(sharded: ShardedTensor) -> list[ShardedTensor]:
             f"{list(local.shape)} is here; make it with distribute_tensor, or give from_local its whole shape"
         )
     # several intervals of a dim make several boxes: every combination is one shard
-    stack_offset, tensor_offset = sharded.global_offset[:axes], sharded.global_offset[axes:]
+    stack_offset = sharded.global_offset[:axes]
+    tensor_offset = sharded.global_offset[axes:]
     true_shape = sharded.global_shape[axes:]
     shards = []
     for local_box in product(*map(_local_and_global, intervals_by_dim)):

@@ -187,7 +187,8 @@ def stacked_key(name: str, stacks: Stacks) -> tuple[str, int | None, str]:
 
 def refuse_freed(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a tensor whose memory is given back, as ZeRO-3 does between uses."""
-    allocated, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize
+    allocated = tensor.untyped_storage().nbytes()
+    needed = tensor.numel() * tensor.itemsize
     if allocated < needed:
         raise ValueError(
             f"{name} has {allocated} bytes of memory for {needed}: it is sharded (ZeRO-3); "
@@ -203,7 +204,9 @@ class Mapper:
     """
 
     def __init__(self, ps: ParallelState, stacks: Stacks, by_layer: Collection[str] = ()) -> None:
-        self._coordinate, self._sizes, self._by_layer = ps.coordinate, ps.sizes, by_layer
+        self._coordinate = ps.coordinate
+        self._sizes = ps.sizes
+        self._by_layer = by_layer
         self._stacks = {name: Stack.of(layers) for name, layers in stacks.items()}
 
     def parameter(self, group: str, name: str, tensor: Tensor, layout: Layout) -> ShardedTensor:
@@ -259,7 +262,8 @@ class Mapper:
         depth = 0
         if layer is not None:
             numbers = self._stacks[stack].having(key[len(stack) + 1 :], layer)
-            stack_shape, stack_offset = (len(numbers),), (numbers.index(layer),)
+            stack_shape = (len(numbers),)
+            stack_offset = (numbers.index(layer),)
             if len(numbers) < self._stacks[stack].layers:
                 some_layers, depth = numbers, self._stacks[stack].layers
         # the grid of cells follows the tensor-parallel cut, or else the first cut of any axis

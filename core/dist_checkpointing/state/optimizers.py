@@ -32,7 +32,8 @@ class Parameter:
     @property
     def name(self) -> str:
         """Its own name, also where it is one layer of a stack: `decoder.layers.3.norm.weight`."""
-        stack, rows = self.leaf.stack, self.leaf.global_offset[: self.leaf.prepend_axis_num]
+        stack = self.leaf.stack
+        rows = self.leaf.global_offset[: self.leaf.prepend_axis_num]
         if stack and self.key.startswith(f"{stack}."):
             number = self.leaf.layers[rows[0]] if self.leaf.layers else rows[0]
             return f"{stack}.{number}{self.key[len(stack) :]}"

@@ -84,7 +84,8 @@ def check_name(name: str, *, local: bool) -> None:
         valid = name.isprintable() and not name.startswith(".") and {"/", "\\"}.isdisjoint(name)
         allowed = "what can be printed, without / and \\"
     else:
-        valid, allowed = _STORE_NAME.fullmatch(name) is not None, "letters, digits, _.=+-"
+        valid = _STORE_NAME.fullmatch(name) is not None
+        allowed = "letters, digits, _.=+-"
     if not valid or name in ("", "tags"):
         raise ValueError(
             f"{name!r} is no name of a checkpoint: {allowed}, but no dot in front, not `tags`"
@@ -137,7 +138,8 @@ def _checked_options(url: str, scheme: str, query: str) -> str:
     Raises ValueError, which shows no value, for it may be a key: an option that is unknown, empty, given twice or of
     a wrong kind.
     """
-    known_names, pairs = OPTIONS[scheme], parse_qsl(query, keep_blank_values=True)
+    known_names = OPTIONS[scheme]
+    pairs = parse_qsl(query, keep_blank_values=True)
     names = [name for name, _ in pairs]
     # a misspelt option would else be ignored, and the data go to another server
     if unknown := [name for name in names if name not in known_names]:

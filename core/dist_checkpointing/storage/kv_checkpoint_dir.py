@@ -30,7 +30,9 @@ class KvCheckpointDir:
         options: str = "",
         secret_spec: Mapping[str, Any] | None = None,
     ) -> None:
-        self._store, self.context, self._options = store, context, options
+        self._store = store
+        self.context = context
+        self._options = options
         self._secret_spec = dict(secret_spec or {})
         self.url: str = store.url if url is None else url
         self.address = f"{self.url.rstrip('/')}{options}" if options else self.url

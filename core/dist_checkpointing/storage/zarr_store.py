@@ -144,12 +144,10 @@ class _OpenArrays:
         # tensorstore believes what it is given: sizes and codecs are checked here
         for key, node in metadata.items():
             check_metadata(key, node)
-        self._directory, self._metadata, self._write, self._durable = (
-            directory,
-            metadata,
-            write,
-            durable,
-        )
+        self._directory = directory
+        self._metadata = metadata
+        self._write = write
+        self._durable = durable
         self._opened: dict[str, tuple[ts.TensorStore, Chunking]] = {}
 
     def __getitem__(self, key: str) -> tuple[ts.TensorStore, Chunking]:

@@ -54,7 +54,8 @@ def write_averaged(stored: StoredCheckpoint, url: str, done: Done) -> list[str]:
     Returns the names that have no average, frozen parameters and buffers, which are copied as they are. Memory stays
     bounded. Raises ValueError: something is at `url`, damage.
     """
-    infos, tensors = infos_of(stored), lazy_tensors(stored.directory.address)
+    infos = infos_of(stored)
+    tensors = lazy_tensors(stored.directory.address)
     metadata: dict[str, Json] = {}
     for name, info in infos.items():
         cell = cell_of(info)

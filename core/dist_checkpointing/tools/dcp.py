@@ -237,7 +237,9 @@ def _fields(record: Any, kind: str) -> dict[str, Any]:
 
 
 def _byte_range(folder: str, name: str, fields: Mapping[str, Any]) -> ByteRange:
-    path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    path = fields["relative_path"]
+    offset = fields["offset"]
+    length = fields["length"]
     # a path of the file is not believed: it could name any file of this machine
     if leads_elsewhere(path):
         raise ValueError(f"{name} lies outside, in {path!r}")
@@ -262,7 +264,8 @@ def _tensor(name: str, fields: Mapping[str, Any], byte_ranges: ByteRanges) -> Sa
     shape, shards = tuple(fields["size"]), []
     for chunk in fields["chunks"]:
         chunk_fields = _fields(chunk, "ChunkStorageMetadata")
-        offset, sizes = tuple(chunk_fields["offsets"]), tuple(chunk_fields["sizes"])
+        offset = tuple(chunk_fields["offsets"])
+        sizes = tuple(chunk_fields["sizes"])
         box = tuple((start, start + size) for start, size in zip(offset, sizes, strict=True))
         are_sizes = all(type(number) is int and number >= 0 for number in (*shape, *offset, *sizes))
         if not are_sizes or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):

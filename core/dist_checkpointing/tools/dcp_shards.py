@@ -56,7 +56,10 @@ class _FileRange(io.RawIOBase):
     """A range of a file, as a file."""
 
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._position = 0
 
     def readable(self) -> bool:
         return True

@@ -213,7 +213,8 @@ def _tensor_inside(tensor: Tensor, byte_range: ByteRange) -> SavedTensor:
         raise ValueError(f"it is {problem}")
     if not tensor.numel():
         raise ValueError("a tensor without elements")
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
     return SavedTensor(shape, dtype, ((whole(shape), byte_range),))
 
 

@@ -191,7 +191,9 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             f"{path}: these files are written into a local directory only; copy them from there"
         )
     folder, name = root_and_name(path)
-    final, root, uuid = Path(folder, name), CheckpointRoot(folder), uuid4().hex
+    final = Path(folder, name)
+    root = CheckpointRoot(folder)
+    uuid = uuid4().hex
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ValueError(f"{final} is there already; give a directory that is to be made")
     root.sweep()

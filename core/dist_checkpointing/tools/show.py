@@ -47,7 +47,8 @@ def text(stored: StoredCheckpoint) -> list[str]:
     cell_count = 0
     for key, array in arrays.items():
         cell_count += array["cells"]
-        shape, cell_shape = _shape_text(array["shape"]), _shape_text(array["cell"])
+        shape = _shape_text(array["shape"])
+        cell_shape = _shape_text(array["cell"])
         tp_dim = "" if array["tp_dim"] is None else str(array["tp_dim"])
         if array["axis"] not in (None, "tp"):
             tp_dim += f" ({array['axis']})"

@@ -51,7 +51,9 @@ class DirectWriter:
         for key, node in metadata.items():
             check_metadata(key, node)
         self.entries: dict[str, tuple[int, int]] = {}
-        self._directory, self._durable, self._budget = directory, durable, budget_bytes
+        self._directory = directory
+        self._durable = durable
+        self._budget = budget_bytes
         self._chunks = {key: Chunking.from_metadata(node) for key, node in metadata.items()}
         self._tensorstore = Writer(directory, metadata, durable=durable, budget_bytes=budget_bytes)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-write")

@@ -284,10 +284,8 @@ def _muon(reader: ConfigReader) -> None:
         "momentum": 0.95,
     }
     reader.fields["optimizer"] |= {"adam_beta2": 0.95, "adam_eps": 1e-10}
-    common_lr, is_open = (
-        reader.value(f"{PARAMS}.lr", float),
-        reader.is_unresolved_auto(f"{PARAMS}.lr"),
-    )
+    common_lr = reader.value(f"{PARAMS}.lr", float)
+    is_open = reader.is_unresolved_auto(f"{PARAMS}.lr")
     muon_lr, adam_lr = (reader.value(f"{PARAMS}.{key}", float) for key in ("muon_lr", "adam_lr"))
     if muon_lr is not None or not is_open:
         # each rate of its own, else the common one, else DeepSpeed's default
@@ -324,7 +322,8 @@ def _first_known(*values: float | None) -> float:
 
 def scheduler(reader: ConfigReader) -> None:
     """One of DeepSpeed's five learning rate schedules, if all its numbers are known."""
-    name, prefix = reader.value("scheduler.type", str), "scheduler.params."
+    name = reader.value("scheduler.type", str)
+    prefix = "scheduler.params."
     keys = [key for key in reader.unread if key.startswith(prefix)]
     if name is None and reader.fields.get("optimizer", {}).get("optimizer") is None:
         return  # the script makes both

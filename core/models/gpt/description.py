@@ -68,7 +68,8 @@ def described(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError: a spec or a function of the user's own, facts that this version does not know.
     """
     try:
-        spec, config = _spec(values["transformer_layer_spec"]), _config(values["config"])
+        spec = _spec(values["transformer_layer_spec"])
+        config = _config(values["config"])
         sizes = {name: values[name] for name in ("vocab_size", "max_sequence_length")}
         tied = bool(values["share_embeddings_and_output_weights"])
     except (KeyError, TypeError, AttributeError) as error:

@@ -73,8 +73,11 @@ class OutputLayer(SpreadModule):
         place, config = build.place, build.config
         layout = vocab_layout(vocab_size, config.hidden_size, place.tp)
         self.weight = None if tied else place.parameter(layout, Init(std=config.init_method_std))
-        self.stage, self.comm, self.group = place.stage, place.column_comm(), place.group
-        self.columns, self.tells_of_columns = layout.padded_shape()[0] // place.tp, place.tp > 1
+        self.stage = place.stage
+        self.comm = place.column_comm()
+        self.group = place.group
+        self.columns = layout.padded_shape()[0] // place.tp
+        self.tells_of_columns = place.tp > 1
 
     def forward(
         self, x: Tensor, weight: Parameter | None = None, *, within_model: bool = False

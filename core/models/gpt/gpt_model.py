@@ -101,19 +101,17 @@ class GPTModel(nn.Module):
         self.parallel = ps = parallel if parallel is not None else current_state()
         check_layout(config, ps.config, transformer_layer_spec)
         check_dtype(ps.device, config.params_dtype)
-        self.config, self.vocab_size, self.max_sequence_length = (
-            config,
-            vocab_size,
-            max_sequence_length,
-        )
+        self.config = config
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
         self.pre_process = ps.is_first_stage if pre_process is None else pre_process
         self.post_process = ps.is_last_stage if post_process is None else post_process
-        self.tied, self.loss_chunk = share_embeddings_and_output_weights, checked_chunk(loss_chunk)
-        self.parallel_output, self.tells_of_columns = (
-            parallel_output is not False,
-            parallel_output is None,
-        )
-        self.stage, self.transformer_layer_spec = StageContext(), (spec := transformer_layer_spec)
+        self.tied = share_embeddings_and_output_weights
+        self.loss_chunk = checked_chunk(loss_chunk)
+        self.parallel_output = parallel_output is not False
+        self.tells_of_columns = parallel_output is None
+        self.stage = StageContext()
+        self.transformer_layer_spec = spec = transformer_layer_spec
         self.stacks = {"decoder.layers": stack_of(config)}  # names are global, whatever the stage
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
@@ -148,11 +146,9 @@ class GPTModel(nn.Module):
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
-        self._first_inputs, self._row_sums, self._warned_of_shards = (
-            FirstInputs(),
-            RowSums(ps.group("cp")),
-            False,
-        )
+        self._first_inputs = FirstInputs()
+        self._row_sums = RowSums(ps.group("cp"))
+        self._warned_of_shards = False
         experts = ps.group("ep") if config.num_moe_experts is not None else None
         self._watch = split_watch(
             self.place.group, experts, sums_foreign=self.place.splits_sequence

@@ -82,7 +82,8 @@ class _HeadLoss(torch.autograd.Function):
             held = x.to(torch.get_autocast_dtype(kind))
             matrix = weight.to(held.dtype)  # type: ignore[assignment]
         whole = comm.before_forward(held) if comm.before_forward is not None else held
-        flat, dtype = whole.reshape(-1, whole.shape[-1]), compute_dtype(held.dtype)
+        flat = whole.reshape(-1, whole.shape[-1])
+        dtype = compute_dtype(held.dtype)
         found = _Labels(labels.reshape(-1), weight.shape[0], group, vocab, ignore)
         local = torch.empty(
             3, flat.shape[0], dtype=dtype, device=x.device
@@ -96,8 +97,14 @@ class _HeadLoss(torch.autograd.Function):
         logsumexp = (per_rank[:, 1] * (per_rank[:, 0] - row_max).exp()).sum(0).log() + row_max
         loss = (logsumexp - per_rank[:, 2].sum(0)).masked_fill_(~found.counted, 0)
         ctx.save_for_backward(held, logsumexp)
-        ctx.weight, ctx.labels, ctx.version, ctx.bag = weight, found, weight._version, stage.bag
-        ctx.comm, ctx.chunk, ctx.dtype, ctx.region = comm, chunk, x.dtype, recomputed_region.get()
+        ctx.weight = weight
+        ctx.labels = found
+        ctx.version = weight._version
+        ctx.bag = stage.bag
+        ctx.comm = comm
+        ctx.chunk = chunk
+        ctx.dtype = x.dtype
+        ctx.region = recomputed_region.get()
         return loss.view(labels.shape)
 
     @staticmethod
@@ -110,7 +117,8 @@ class _HeadLoss(torch.autograd.Function):
         held, logsumexp = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         x = comm.before_forward(held) if comm.before_forward is not None else held
-        flat, matrix = x.reshape(-1, x.shape[-1]), weight.detach().to(x.dtype)
+        flat = x.reshape(-1, x.shape[-1])
+        matrix = weight.detach().to(x.dtype)
         grad_loss = gradient.reshape(-1).to(logsumexp.dtype) * found.counted
         past_autograd = wants_dw and delivers(ctx, weight, ctx.region)
         target = main_grad_of(weight) if past_autograd else None

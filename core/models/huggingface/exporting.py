@@ -62,7 +62,8 @@ def export_huggingface(
     says nothing of its model, a fact that no family has, logits that differ. ImportError: `check` without
     transformers.
     """
-    form, stored = _form_of_checkpoint(checkpoint, source), lazy_tensors(checkpoint)
+    form = _form_of_checkpoint(checkpoint, source)
+    stored = lazy_tensors(checkpoint)
     in_order: Iterator[Tensor] = iter(())
     arrays = {
         key: (tensor.shape, str(tensor.dtype).removeprefix("torch."))
@@ -192,7 +193,8 @@ class _Gathered:
             state["model"] = sharded_state_dict(model)
         else:
             state["model"] = module_state_dict(model, ps)
-        self._save, self._ps = SavePlanner(ps, "bf16").prepare(state), ps
+        self._save = SavePlanner(ps, "bf16").prepare(state)
+        self._ps = ps
         self.arrays = {key: (info.shape, info.dtype) for key, info in self._save.arrays.items()}
         self._plans = plan_gathering(self._save.arrays, self._save.holdings, 0)
         self.order: list[Part] = []

@@ -44,7 +44,8 @@ def matching_family(model: HuggingFaceModel) -> tuple[Family, Fields]:
 
 def _differences(model: HuggingFaceModel, family: Family, fields: Facts, kind: str) -> list[str]:
     """What the fields of a family say otherwise, or cannot say."""
-    ours, read = _facts(model), _facts(family.model(fields, model.config.params_dtype))
+    ours = _facts(model)
+    read = _facts(family.model(fields, model.config.params_dtype))
     different = [
         f"{name}={ours[name]} ({kind}: {read[name]})" for name in ours if ours[name] != read[name]
     ]

@@ -51,7 +51,8 @@ def form_of_source(
     Raises ValueError: that is another model than the folder's.
     """
     source = Path(source).expanduser()
-    family, model = family_of(Facts.of_folder(source)), from_huggingface(source)
+    family = family_of(Facts.of_folder(source))
+    model = from_huggingface(source)
     different = described_as is not None and differences(
         described_as, description_of(**model.arguments())
     )
@@ -103,7 +104,9 @@ class Parameters:
         origin: str,
         read: Callable[[Part], Tensor],
     ) -> None:
-        self._config, self._read, self._arrays = form.model.config, read, arrays
+        self._config = form.model.config
+        self._read = read
+        self._arrays = arrays
         self._rows: dict[str, Row] = rows_of(
             form.family.rows, range(form.model.config.num_layers), form.model.config.num_moe_experts
         )
@@ -121,7 +124,8 @@ class Parameters:
             key = sharded.key
             if key not in arrays:
                 raise ValueError(f"{origin} holds no {key}, which {form.said_by} asks for")
-            stacked, (stored_shape, _) = bool(sharded.prepend_axis_num), arrays[key]
+            stacked = bool(sharded.prepend_axis_num)
+            stored_shape, _ = arrays[key]
             shape = tuple(stored_shape[1:] if stacked else stored_shape)
             if shape != self._shapes[name]:
                 raise ValueError(

@@ -95,7 +95,9 @@ class Rounding:
     """Rounds shards of this rank's parameters; coordinate and sizes of the mesh say where a shard lies."""
 
     def __init__(self, seed: int, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> None:
-        self._seed, self._coordinate, self._sizes = seed, coordinate, sizes
+        self._seed = seed
+        self._coordinate = coordinate
+        self._sizes = sizes
 
     def round(self, x: Tensor, name: str, layout: Layout, first: int, step: int) -> Tensor:
         """float32 [n], elements of the local flat form from `first` on -> bfloat16 [n]."""

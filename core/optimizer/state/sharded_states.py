@@ -156,7 +156,8 @@ def checkpoint_states(
 
     All-gather of objects over pp.
     """
-    stacks, trained = named_stacks(shard.module), shard.named_parameters()
+    stacks = named_stacks(shard.module)
+    trained = shard.named_parameters()
     frozen = [
         stacked_key(name, stacks)[0]
         for name, _ in named_parameters(shard.module)

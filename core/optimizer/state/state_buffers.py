@@ -104,10 +104,8 @@ class StateBuffer:
                 return
         # On an accelerator everything is written without asking: a comparison would make the host wait.
         may_compare = self.weights.device.type == "cpu"
-        main_chunks, weight_chunks = (
-            self.main.split(COMPARE_CHUNK),
-            self.weights.split(COMPARE_CHUNK),
-        )
+        main_chunks = self.main.split(COMPARE_CHUNK)
+        weight_chunks = self.weights.split(COMPARE_CHUNK)
         for main, weights in zip(main_chunks, weight_chunks, strict=True):
             rounded = main.to(weights.dtype)
             current = weights.to(main.device)

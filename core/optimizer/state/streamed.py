@@ -43,7 +43,9 @@ class Streamer:
     """
 
     def __init__(self, device: torch.device, update: Update, rounding: Round) -> None:
-        self._device, self._update, self._round = device, update, rounding
+        self._device = device
+        self._update = update
+        self._round = rounding
         self._remote = device.type != "cpu"  # states in host memory are behind a bus
         self._scratch: dict[tuple, Tensor] = {}
         self._side_stream: Any = None

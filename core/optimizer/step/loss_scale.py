@@ -40,7 +40,8 @@ class _WatchedScale(Tensor):
                 if result.requires_grad or getattr(func, "__name__", "") in _SCALING_FUNCTIONS:
                     watched.scale.multiplied = True  # type: ignore[attr-defined]
                 elif type(result) is Tensor:
-                    result.__class__, result.scale = _WatchedScale, watched.scale  # type: ignore[attr-defined]
+                    result.__class__ = _WatchedScale
+                    result.scale = watched.scale  # type: ignore[attr-defined]
         return result
 
     def __format__(self, spec: str) -> str:

@@ -60,12 +60,10 @@ class ByHand:
     def __init__(
         self, report: Callable[[Heard], None], *, gradients: bool = False, numbers: bool = False
     ) -> None:
-        self._report, self._gradients, self._numbers, self.is_open = (
-            report,
-            gradients,
-            numbers,
-            False,
-        )
+        self._report = report
+        self._gradients = gradients
+        self._numbers = numbers
+        self.is_open = False
         self._parameters: list[Parameter] = []
         self._followed: list[
             weakref.ref[Tensor]

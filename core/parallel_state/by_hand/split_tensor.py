@@ -84,7 +84,8 @@ class Follower:
         ):
             return
         tensor.__class__ = SplitTensor
-        tensor.axes, tensor.partial = axes if axes is not None else (), partial  # type: ignore[attr-defined]
+        tensor.axes = axes if axes is not None else ()  # type: ignore[attr-defined]
+        tensor.partial = partial  # type: ignore[attr-defined]
         tensor.seen_by = weakref.ref(self)  # type: ignore[attr-defined]
         self._marked.append(weakref.ref(tensor))
 

@@ -115,12 +115,10 @@ class Board:
 
     def __init__(self, key: str, rank: int, world: int, moment_s: float) -> None:
         self._store: Any = c10d._get_default_store() if is_initialized() else None
-        self._key, self.rank, self.world, self.moment_s = (
-            f"paracore/failure/{key}",
-            rank,
-            world,
-            moment_s,
-        )
+        self._key = f"paracore/failure/{key}"
+        self.rank = rank
+        self.world = world
+        self.moment_s = moment_s
 
     def tell(self, own_report: FailureReport) -> None:
         """Before leaving the groups: whoever fails because of that finds it here. An exception of one's own is the

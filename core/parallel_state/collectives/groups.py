@@ -100,15 +100,18 @@ class Group:
         """Beside a backend that knows accelerators only: a gloo group of these ranks, for `on_host`. Collective."""
         process_group = create_group(self.name, self.ranks, timeout_s, "gloo")
         self._on_host = Group(self.name, self.ranks, self.rank, process_group, self.timeout)
-        self._on_host.gloo, self._on_host.staged = frozenset({"cpu"}), frozenset()
+        self._on_host.gloo = frozenset({"cpu"})
+        self._on_host.staged = frozenset()
 
     def close(self) -> None:
         """Leave the group; calls of ranks that still wait in it fail at once. Nothing can be sent afterwards."""
         while self.under_way:  # who holds one of them holds the connection
             self.under_way.pop().forget()
-        group, self.process_group = self.process_group, Closed(self.name)  # type: ignore[assignment]
+        group = self.process_group
+        self.process_group = Closed(self.name)  # type: ignore[assignment]
         if (host_group := self._on_host) is not None:
-            other, host_group.process_group = host_group.process_group, self.process_group
+            other = host_group.process_group
+            host_group.process_group = self.process_group
             if isinstance(other, ProcessGroup) and other is not group:
                 abandon_group(other)
         if isinstance(group, ProcessGroup):
@@ -238,7 +241,8 @@ def create_group(
             group_desc=f"{name}:{members}",
         )
     finally:
-        c10d._process_group_name, world.bound_device_id = torch_naming, bound_device
+        c10d._process_group_name = torch_naming
+        world.bound_device_id = bound_device
     assert isinstance(group, ProcessGroup)
     return group
 

@@ -165,7 +165,9 @@ def start_reduce_scatter(x: Tensor, group: Group | None) -> PendingCollective:
 
 def _exchange(send_buffers: list[Tensor], receive_buffers: list[Tensor], group: Group) -> None:
     """Send send_buffers[j] to rank j and receive receive_buffers[j] from it, for every other rank j; contiguous."""
-    process_group, size, rank = group.process_group, group.size, group.rank
+    process_group = group.process_group
+    size = group.size
+    rank = group.rank
     # every rank begins with its next neighbour, so that not all send to rank 0 first
     peers = [*range(rank + 1, size), *range(rank)]
     sends = [process_group.send([send_buffers[peer]], peer, TAG) for peer in peers]

@@ -29,7 +29,10 @@ class Received:
     """A message on its way; `wait()` returns its tensor."""
 
     def __init__(self, tensor: Tensor, work: Any, group: Group, into: Tensor | None = None) -> None:
-        self._tensor, self._work, self._group, self._into = tensor, work, group, into
+        self._tensor = tensor
+        self._work = work
+        self._group = group
+        self._into = into
 
     def wait(self) -> Tensor:
         """Wait until the message is here, at most the group's timeout; on an accelerator its stream waits for it.
@@ -59,14 +62,17 @@ class Sent:
         self, tensor: Tensor, works: list[Any], group: Group, header_tensor: Tensor | None = None
     ) -> None:
         self._tensors: tuple[Tensor | None, ...] = (tensor, header_tensor)
-        self._works, self._group, self._version = works, group, version_of(tensor)
+        self._works = works
+        self._group = group
+        self._version = version_of(tensor)
 
     def wait(self, *, arrived: bool = False) -> None:
         """Block until the receiver has it, then let the tensor go. `arrived`: it is known to have it.
 
         Raises RuntimeError: somebody wrote into the tensor meanwhile; what arrived is anyone's guess.
         """
-        tensor, group = self._tensors[0] if self._tensors else None, self._group
+        tensor = self._tensors[0] if self._tensors else None
+        group = self._group
         # on an accelerator the stream waits, not the host
         if not arrived or (tensor is not None and tensor.device.type != "cpu"):
             for work in self._works:

@@ -29,13 +29,13 @@ class _PeerMessages:
         tag: int,
         label: str,
     ) -> None:
-        process_group, size, rank = group.process_group, group.size, group.rank
-        self._group, self._label, self._tensors_under_way, tag = (
-            group,
-            label,
-            (send_buffers, receive_buffers),
-            TAG + ((tag + 1) << 16),
-        )
+        process_group = group.process_group
+        size = group.size
+        rank = group.rank
+        self._group = group
+        self._label = label
+        self._tensors_under_way = (send_buffers, receive_buffers)
+        tag = TAG + ((tag + 1) << 16)
         peers = [(rank + distance) % size for distance in range(1, size)]
         self._works: list[tuple[int, Any]] = [
             (peer, process_group.send([send_buffers[peer]], peer, tag)) for peer in peers
@@ -76,7 +76,10 @@ class _PendingSum:
     bits."""
 
     def __init__(self, local: Tensor, shards: list[Tensor], rank: int, messages: Any) -> None:
-        self._local, self._shards, self._rank, self._messages = local, shards, rank, messages
+        self._local = local
+        self._shards = shards
+        self._rank = rank
+        self._messages = messages
 
     def wait(self) -> Tensor:
         self._messages.wait()

@@ -168,7 +168,8 @@ def _boxes(row: Sequence[Event], y: float, scale: float) -> Iterator[str]:
     chunk_of_stage = _chunk_of_stage(row)
     for event in row:
         kind, stage, microbatch = event.action
-        x, width = _LEFT + event.start * scale, (event.end - event.start) * scale
+        x = _LEFT + event.start * scale
+        width = (event.end - event.start) * scale
         fill = shade(kind, chunk_of_stage[stage], len(chunk_of_stage))
         border = 0.6 if width > 3 else 0
         yield (
@@ -180,7 +181,8 @@ def _boxes(row: Sequence[Event], y: float, scale: float) -> Iterator[str]:
         number = str(microbatch)
         font_size = min(_MAX_FONT, (width - 3) / (_DIGIT_WIDTH * len(number)))
         if font_size >= _MIN_FONT:
-            middle, base = x + width / 2, y + _LANE_HEIGHT / 2 + 0.36 * font_size
+            middle = x + width / 2
+            base = y + _LANE_HEIGHT / 2 + 0.36 * font_size
             yield f'<text x="{middle:.2f}" y="{base:.2f}" class="m" font-size="{font_size:.1f}">{number}</text>'
 
 
@@ -190,7 +192,8 @@ def shade(kind: str, chunk: int, chunks: int) -> str:
     progress = chunk / (chunks - 1) if chunks > 1 else 0.0
     colour = "#"
     for index in (1, 3, 5):  # red, green, blue
-        dark, pale = int(first[index : index + 2], 16), int(last[index : index + 2], 16)
+        dark = int(first[index : index + 2], 16)
+        pale = int(last[index : index + 2], 16)
         colour += f"{round(dark + (pale - dark) * progress):02x}"
     return colour
 

@@ -191,7 +191,8 @@ class Channel:
     ) -> None:
         self._rows = rows
         self._plan, self._groups, self._device = plan, groups, device
-        self._global_rank, self._prefetch_depth = global_rank, prefetch_depth
+        self._global_rank = global_rank
+        self._prefetch_depth = prefetch_depth
         # the form of outputs and gradients, by (F or B, receiving stage); known after the first message of a step
         self.forms: dict[tuple[str, int], Form] = {}
         self._inboxes: dict[Action, _Inbox] = {}  # by every action that it will receive

@@ -77,7 +77,10 @@ class Executor:
         step: StepContext,
         watch: MemoryWatch | None = None,
     ) -> None:
-        self.plan, self.stages, self.channel, self.step = plan, stages, channel, step
+        self.plan = plan
+        self.stages = stages
+        self.channel = channel
+        self.step = step
         self._watch = watch
         self.outputs: dict[int, Any] = {}
         self.current_action: Action | None = None
@@ -92,7 +95,8 @@ class Executor:
         compute: Callable[[Action], None] = self._compute
         communicate: Callable[[Action], None] = self._communicate
         if profiled():
-            compute, communicate = self._named(compute), self._named(communicate)
+            compute = self._named(compute)
+            communicate = self._named(communicate)
         if self._watch is not None:  # in one step only, so that all others pay nothing
             compute = partial(self._compute_watched, self._watch)
         for action in self.plan.order:

@@ -96,7 +96,8 @@ def _cached_pipeline(
         if cache.pipeline is not None:
             step_index = cache.pipeline.step_index
             cache.pipeline.close()
-        cache.chunks, cache.key = [_ForwardStepModule(model) for model in models], key
+        cache.chunks = [_ForwardStepModule(model) for model in models]
+        cache.key = key
         schedule = "1f1b" if len(models) == 1 else "interleaved-1f1b"
         cache.pipeline = Pipeline(
             cache.chunks,
@@ -180,7 +181,8 @@ def forward_backward(
     )
     assert cache.pipeline is not None
     for chunk, iterator in zip(cache.chunks, iterators, strict=True):
-        chunk.forward_step, chunk.data_iterator = forward_step_func, iterator
+        chunk.forward_step = forward_step_func
+        chunk.data_iterator = iterator
     reports: list[Any] = []
 
     def loss_fn(output: Tensor, microbatch: Any) -> tuple[Tensor, float]:

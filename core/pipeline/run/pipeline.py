@@ -95,7 +95,9 @@ class Pipeline:
         search_seconds: float = 10.0,
         receive_ahead: int | None = None,
     ) -> None:
-        self.ps, self._microbatches, self.seed = ps, num_microbatches, seed
+        self.ps = ps
+        self._microbatches = num_microbatches
+        self.seed = seed
         # prefetching gains more with gloo; on an accelerator a posted receive occupies part of the device
         default = 4 if ps.device.type == "cpu" else 2
         self.receive_ahead = default if receive_ahead is None else receive_ahead
@@ -131,10 +133,8 @@ class Pipeline:
             raise
         check_tables(self.modules, ps)
         modules = [*self.modules.values()]
-        self._loss_watch, self.sums_watch = (
-            LossWatch(ps, modules),
-            SumsWatch(modules, ps, grad_sync),
-        )
+        self._loss_watch = LossWatch(ps, modules)
+        self.sums_watch = SumsWatch(modules, ps, grad_sync)
         if ps.size("pp") > 1 and grad_sync is None:  # torch's optimizers, a loop of one's own
             self._plain_loop = PlainLoopWatch(ps, modules)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure

@@ -67,7 +67,10 @@ class SingleStage:
                 "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients "
                 "over the replicas; pass the grad_sync that made them"
             )
-        self.model, self.ps, self.num_microbatches, self.seed = model, ps, num_microbatches, seed
+        self.model = model
+        self.ps = ps
+        self.num_microbatches = num_microbatches
+        self.seed = seed
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.step_index = 0
         # our own models carry a context that their operations already hold

@@ -73,7 +73,10 @@ class Stage:
                 f"stage {index} has {len(lazy)} parameters without a shape ({lazy[0]}, ...): lazy modules get "
                 "theirs from a forward; run one on a sample before you build the pipeline"
             )
-        self.module, self.index, self.device, self.seed = module, index, device, seed
+        self.module = module
+        self.index = index
+        self.device = device
+        self.seed = seed
         self.first, self.last = index == 0, index == stage_count - 1
 
         # our own models carry a context that their operations already hold; foreign modules get a new one
@@ -93,12 +96,11 @@ class Stage:
                 raise
 
         self._context_rank = context_rank
-        self._forward_arguments, self._keeps_activations = (
-            forward_arguments(module),
-            keeps == "attention",
-        )
+        self._forward_arguments = forward_arguments(module)
+        self._keeps_activations = keeps == "attention"
         self._in_flight: dict[int, MicrobatchState] = {}  # by microbatch, from F to W
-        self._has_compiled_code, self._module_state = False, ModuleState(module)
+        self._has_compiled_code = False
+        self._module_state = ModuleState(module)
         # per output tensor, once known in this step
         self._outputs_want_grad: list[bool] | None = None
         # the same from earlier steps, by what is trained and which inputs want a gradient
@@ -400,12 +402,10 @@ class Stage:
             input_grads.append(gradient)
         self._unshare_new_gradients([*state.bag.tensors(), *input_grads])
         # the graph is gone; until W only the bag is needed
-        state.received, state.input_leaves, state.output_edges, state.loss_gradient = (
-            None,
-            [],
-            [],
-            [],
-        )
+        state.received = None
+        state.input_leaves = []
+        state.output_edges = []
+        state.loss_gradient = []
         return input_grads
 
     def _unshare_new_gradients(self, needed_later: list[Tensor]) -> None:

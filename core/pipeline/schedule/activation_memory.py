@@ -23,11 +23,14 @@ class ActivationMemory:
     """
 
     def __init__(self, problem: SchedulingProblem, limits: Sequence[float], careful: bool) -> None:
-        self.problem, self.limits, self.careful = problem, limits, careful
+        self.problem = problem
+        self.limits = limits
+        self.careful = careful
         self.used = [0.0] * problem.ranks
         self.progress = [[0] * problem.microbatches for _ in range(problem.ranks)]
         # microbatches in flight
-        self.oldest, self.newest = ([0] * problem.ranks, [0] * problem.ranks)
+        self.oldest = [0] * problem.ranks
+        self.newest = [0] * problem.ranks
         # bits to shift by, of each stage
         self.shift = [
             problem.stages_of[rank].index(stage) * STATE_BITS
@@ -92,7 +95,8 @@ class ActivationMemory:
 
     def after(self, microbatch: int, rank: int, stage: int, kind: int) -> int:
         """The progress of the microbatch once the action is done."""
-        shift, progress = self.shift[stage], self.progress[rank][microbatch]
+        shift = self.shift[stage]
+        progress = self.progress[rank][microbatch]
         without_stage = progress & ~(STATE_MASK << shift)
         return without_stage | (kind + 1) << shift
 
@@ -109,7 +113,8 @@ class ActivationMemory:
         self.used[rank] += self.change(rank, stage, microbatch, kind)
         self.progress[rank][microbatch] = self.after(microbatch, rank, stage, kind)
         self.newest[rank] = max(self.newest[rank], microbatch + 1)
-        rank_progress, finished = self.progress[rank], self.finished[rank]
+        rank_progress = self.progress[rank]
+        finished = self.finished[rank]
         while (
             self.oldest[rank] < self.newest[rank] and rank_progress[self.oldest[rank]] == finished
         ):

@@ -35,8 +35,10 @@ class SchedulingProblem:
         costs: Costs,
         recompute: Collection[int] = (),
     ) -> None:
-        self.placement, self.microbatches = tuple(placement), microbatches
-        self.stages, self.ranks = len(self.placement), max(self.placement) + 1
+        self.placement = tuple(placement)
+        self.microbatches = microbatches
+        self.stages = len(self.placement)
+        self.ranks = max(self.placement) + 1
         self.recomputed = [stage in recompute for stage in range(self.stages)]
         self.stages_of: list[list[int]] = [[] for _ in range(self.ranks)]
         for stage, rank in enumerate(self.placement):
@@ -47,7 +49,8 @@ class SchedulingProblem:
         # F, I, W of every stage, and R of those that are recomputed
         self.actions = microbatches * (3 * self.stages + sum(self.recomputed))
         self.duration, self.delay = [0.0] * self.size, [0.0] * self.size
-        self.memory_change, self.source = [0.0] * self.size, [-1] * self.size
+        self.memory_change = [0.0] * self.size
+        self.source = [-1] * self.size
         self.graph = [0.0] * self.stages
         for stage in range(self.stages):
             self._fill_stage(stage, costs)
@@ -92,7 +95,8 @@ class SchedulingProblem:
             for stage in stages:
                 if not self.recomputed[stage]:
                     continue
-                first, following = stage * self.stride, (stage + 1) * self.stride
+                first = stage * self.stride
+                following = (stage + 1) * self.stride
                 wait = 0.0
                 if stage < self.stages - 1:
                     wait = self.duration[following + F] + self.duration[following + I]
@@ -111,7 +115,8 @@ class SchedulingProblem:
 
     def rank_costs(self, order: list[int]) -> tuple[list[float], float]:
         """(time of each action, peak memory) of one rank's order. A hot path of the search."""
-        memory_change, durations = self.memory_change, list(map(self.duration.__getitem__, order))
+        memory_change = self.memory_change
+        durations = list(map(self.duration.__getitem__, order))
         memory = peak = 0.0
         last_forward = len(order) - 2
         free_recompute = -1
@@ -146,7 +151,9 @@ class SchedulingProblem:
         ready = list(range(self.ranks))
         while ready:
             rank = ready.pop()
-            order, times, now = orders[rank], durations[rank], clock[rank]
+            order = orders[rank]
+            times = durations[rank]
+            now = clock[rank]
             for index in range(position[rank], len(order)):
                 action = order[index]
                 needed = source[action]

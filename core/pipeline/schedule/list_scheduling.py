@@ -139,7 +139,9 @@ class ListScheduler:
 
         Microbatches of a stage keep their order, so that a stage has at most one action of each kind to offer.
         """
-        problem, policy, fits = self.problem, self.policy, self.memory.fits
+        problem = self.problem
+        policy = self.policy
+        fits = self.memory.fits
         done_forward, done_recompute, done_input, _ = self.done_count
         priority = self.priority
         for stage in problem.stages_of[rank]:

@@ -186,12 +186,10 @@ class _RankWalk:
     def __init__(
         self, schedule: Schedule, rank: int, stages: Mapping[int, StageMemory], depth: int
     ) -> None:
-        self.schedule, self.plan, self.stages, self.depth = (
-            schedule,
-            plan(schedule, rank),
-            stages,
-            depth,
-        )
+        self.schedule = schedule
+        self.plan = plan(schedule, rank)
+        self.stages = stages
+        self.depth = depth
         small_messages = schedule.stages
         if schedule.placement[-1] == rank:  # the last stage keeps the sums of every microbatch
             small_messages += schedule.microbatches

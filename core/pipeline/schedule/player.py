@@ -167,10 +167,14 @@ class _Player:
     """The state of all ranks while a schedule is played."""
 
     def __init__(self, schedule: Schedule, costs: Costs, *, fused_backward: bool) -> None:
-        self.schedule, self.costs, self.fused_backward = schedule, costs, fused_backward
+        self.schedule = schedule
+        self.costs = costs
+        self.fused_backward = fused_backward
         self.end_times: dict[Done, float] = {}
         self.rows: list[list[Event]] = [[] for _ in schedule.orders]
-        self.position, self.clock = [0] * schedule.ranks, [0.0] * schedule.ranks  # per rank
+        # per rank
+        self.position = [0] * schedule.ranks
+        self.clock = [0.0] * schedule.ranks
 
     def start_time(self, rank: int, action: Action) -> float | None:
         """When a rank can start an action; None while an input is not computed."""

@@ -74,7 +74,8 @@ class Climber:
         """(rank, from, to): an action of the segment, or one close to it, somewhere else in or around it."""
         rank, first, last = segment
         order, draw = self.orders[rank], self.rng.random
-        low, high = max(0, first - REACH), min(len(order) - 1, last + REACH)
+        low = max(0, first - REACH)
+        high = min(len(order) - 1, last + REACH)
         index = low + int(draw() * (high - low + 1))
         action = order[index]
         start = stop = index
@@ -106,7 +107,8 @@ class Climber:
 
     def attempt(self, rank: int, index: int, target: int, allowed: float) -> bool:
         """Move an action if the memory limit and `allowed`, the longest makespan, permit it."""
-        old_order, old_durations = self.orders[rank], self.durations[rank]
+        old_order = self.orders[rank]
+        old_durations = self.durations[rank]
         new_order = old_order.copy()
         new_order.insert(target, new_order.pop(index))
         self.spent += len(new_order)
@@ -145,4 +147,5 @@ class Climber:
                 continue
             segments = self.critical_path()
             if self.makespan < self.best:
-                self.best, self.best_orders = self.makespan, [list(order) for order in self.orders]
+                self.best = self.makespan
+                self.best_orders = [list(order) for order in self.orders]

@@ -105,7 +105,8 @@ def short_help(
     fields_by_name: Mapping[str, Field], defaults: Mapping[str, Any], description: str
 ) -> str:
     """`description`, then flag, default and docstring of each of `COMMON`; of long docstrings the first sentence."""
-    width, indent = min(110, shutil.get_terminal_size((110, 24)).columns), " " * 6
+    width = min(110, shutil.get_terminal_size((110, 24)).columns)
+    indent = " " * 6
     head = "The flags that most runs need; --help-all tells every one:"
     lines = [description.strip(), "", head, "  --config FILE.toml"]
     lines.append(f"{indent}Read the run from this file; a later one wins, flags win over all.")

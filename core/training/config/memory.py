@@ -26,12 +26,15 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
 
     Raises ValueError, OSError: a model or a text that is not here; a model of one's own (`model.build`).
     """
-    model, parallel, sharding = sections["model"], sections["parallel"], sections["data_parallel"]
+    model = sections["model"]
+    parallel = sections["parallel"]
+    sharding = sections["data_parallel"]
     if model.build is not None:
         raise ValueError("a model of your own is built when the run starts")
     if model.layers > _MOST_LAYERS:
         raise ValueError(f"{model.layers} layers are not laid out here, at most {_MOST_LAYERS} are")
-    tokens, length = _tokens(sections["data"]), sections["data"].sequence_length
+    tokens = _tokens(sections["data"])
+    length = sections["data"].sequence_length
     ranks = parallel.pipeline
     placement = sections["pipeline"].placement(ranks) if ranks > 1 else (0,)
     found = []
@@ -59,7 +62,9 @@ class _PlannedGroup(Group):
     """A group of processes that nobody has started: only its ranks are read."""
 
     def __post_init__(self) -> None:
-        self.size, self.gloo, self.staged = len(self.ranks), frozenset(), frozenset()
+        self.size = len(self.ranks)
+        self.gloo = frozenset()
+        self.staged = frozenset()
 
 
 def _planned(parallel: ParallelConfig, rank: int) -> ParallelState:

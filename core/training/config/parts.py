@@ -395,7 +395,9 @@ class CheckpointConfig:
                 f"{name}={getattr(self, name)} must be at least {minimum}",
             )
         # what is kept, and by which metric
-        hours, mode, failure = self.keep_hours, self.keep_best_mode, self.on_failure
+        hours = self.keep_hours
+        mode = self.keep_best_mode
+        failure = self.on_failure
         yield hours is None or hours > 0, f"keep_hours={hours} must be above 0"
         yield self.stale_seconds > 0, f"stale_seconds={self.stale_seconds} must be above 0"
         yield (

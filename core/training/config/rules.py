@@ -40,7 +40,8 @@ def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
         return
     # a model that is wrong by itself has no sizes to divide: its mistake alone is reported
     try:
-        config, rotates = model.transformer(), model.spec().rotary is not None
+        config = model.transformer()
+        rotates = model.spec().rotary is not None
     except ValueError as error:
         yield False, f"model: {str(error).removeprefix('TransformerConfig: ')}"
         return
@@ -145,13 +146,17 @@ def batch_solved(training: TrainingConfig, parallel: ParallelConfig) -> str:
     """
     assert parallel.data is not None, "call for_world first"
     raise_all("the batch", _batch_rules(training, parallel))
-    batch, micro, ranks = training.global_batch_size, training.micro_batch_size, parallel.data
+    batch = training.global_batch_size
+    micro = training.micro_batch_size
+    ranks = parallel.data
     accumulation = batch // micro // ranks
     return f"global_batch_size {batch} = micro_batch_size {micro} x accumulation {accumulation} x data {ranks}"
 
 
 def _sequence_rules(data: DataConfig, parallel: ParallelConfig) -> Rules:
-    length, ranks, context = data.sequence_length, parallel.tensor, parallel.context
+    length = data.sequence_length
+    ranks = parallel.tensor
+    context = parallel.context
     wrong = wrong_length(length, context)
     yield wrong is None, f"data.sequence_length: {wrong}"
     next_multiple = -(-length // (context * ranks)) * context * ranks
@@ -273,11 +278,9 @@ def _update_rules(
     optimizer: OptimizerConfig,
 ) -> Rules:
     """Muon needs whole matrices; stochastic rounding and loss scales need their dtypes (mixed precision)."""
-    zero_stage, tensor, is_muon = (
-        data_parallel.zero_stage,
-        parallel.tensor,
-        optimizer.optimizer == "muon",
-    )
+    zero_stage = data_parallel.zero_stage
+    tensor = parallel.tensor
+    is_muon = optimizer.optimizer == "muon"
     yield (
         not is_muon or (zero_stage == 0 and tensor == 1),
         f"optimizer=muon orthogonalises whole matrices, zero_stage={zero_stage} and tensor={tensor} may cut them; "

@@ -299,10 +299,8 @@ def _resolved(model: ModelConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _fill_decay_steps(valid: dict[str, Any], wrong_names: set[str]) -> dict[str, str]:
-    schedule, warmup_fraction = (
-        valid["optimizer.lr_schedule"],
-        valid["optimizer.lr_warmup_fraction"],
-    )
+    schedule = valid["optimizer.lr_schedule"]
+    warmup_fraction = valid["optimizer.lr_warmup_fraction"]
     needs_steps = schedule in LR_SCHEDULES and (schedule not in ENDLESS or warmup_fraction > 0)
     if not needs_steps or valid[_DECAY_STEPS] is not None or _DECAY_STEPS in wrong_names:
         return {}

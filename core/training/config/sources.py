@@ -105,7 +105,8 @@ def merge(
     Raises SystemExit: after --help. ImportError: tyro is missing.
     """
     fields_by_name = known_fields()
-    values_by_name, origin = dict(defaults or {}), dict.fromkeys(defaults or {}, "script")
+    values_by_name = dict(defaults or {})
+    origin = dict.fromkeys(defaults or {}, "script")
     shown = {name: values_by_name.get(name, spec.default) for name, spec in fields_by_name.items()}
     flags = read_flags(args, fields_by_name, defaults=shown, description=description)
     problems = []

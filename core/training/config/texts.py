@@ -33,7 +33,9 @@ def with_token_files(run: RunConfig) -> RunConfig:
 
 class _Texts:
     def __init__(self, data: DataConfig) -> None:
-        self._data, self._tokenizer, self._first = data, data.tokenizer, True
+        self._data = data
+        self._tokenizer = data.tokenizer
+        self._first = True
         self._writes = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def blend(self, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -102,7 +102,8 @@ def memory() -> Check:
 def shared_memory() -> Check:
     """/dev/shm, where NCCL and processes of one machine exchange data."""
     blocks = os.statvfs("/dev/shm")
-    size, free = blocks.f_blocks * blocks.f_frsize, blocks.f_bavail * blocks.f_frsize
+    size = blocks.f_blocks * blocks.f_frsize
+    free = blocks.f_bavail * blocks.f_frsize
     value = f"{gib(size)}, {gib(free)} free"
     if free >= MIN_SHARED_MEMORY:
         return Check(name="/dev/shm", value=value, status="ok")

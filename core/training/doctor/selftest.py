@@ -90,7 +90,8 @@ def _all_to_all(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 def _send_recv(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     # around a ring: to the next rank, from the previous one
-    destination, source = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    destination = (group.rank + 1) % group.size
+    source = (group.rank - 1) % group.size
     message = x + group.rank
 
     def receive() -> Tensor:

@@ -104,7 +104,8 @@ class Axis:
         raw = (self.high - self.low) / count
         unit = 10.0 ** math.floor(math.log10(raw))
         step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
         return [k * step for k in range(first, last + 1)]
 
 
@@ -124,10 +125,8 @@ def value_axis(curve: Curve) -> Axis:
     if curve.zero:
         low = min(low, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        high, low = (
-            high + (abs(high) * 0.1 or 1.0),
-            low if curve.zero and low == 0 else low - (abs(low) * 0.1 or 1.0),
-        )
+        high = high + (abs(high) * 0.1 or 1.0)
+        low = low if curve.zero and low == 0 else low - (abs(low) * 0.1 or 1.0)
     air = 0.05 * (high - low)
     return Axis(low if curve.zero and low == 0 else low - air, high + air, BOTTOM, TOP)
 

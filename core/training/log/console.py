@@ -90,12 +90,10 @@ class Console:
     def __init__(
         self, rank: int, total_steps: int, *, tokens_per_step: int = 0, start: int = 0
     ) -> None:
-        self.quiet, self.total, self.tokens, self.start = (
-            rank != 0,
-            total_steps,
-            tokens_per_step,
-            start,
-        )
+        self.quiet = rank != 0
+        self.total = total_steps
+        self.tokens = tokens_per_step
+        self.start = start
         self._progress: Any = None
         self._task: Any = None
 

@@ -32,7 +32,8 @@ class Sample:
     @classmethod
     def of(cls, tokenizer: AnyTokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> "Sample":
         """tokens: the prompt, and what was generated."""
-        begins, whole = tokenizer.decode(list(prompt)), tokenizer.decode(list(tokens))
+        begins = tokenizer.decode(list(prompt))
+        whole = tokenizer.decode(list(tokens))
         if whole.startswith(begins):
             return cls(begins, whole[len(begins) :])
         return cls(

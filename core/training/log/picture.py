@@ -75,7 +75,8 @@ def _draw_curve(axes: Any, curve: Curve, steps: Sequence[int]) -> None:
     for number, (name, row) in enumerate((curve.points or {}).items()):
         known = [point for point in row if finite(point[1])]
         if known:
-            colour, label = LIGHT[f"l{(number + 2) % 4}"], f"{name} {known[-1][1]:.3f}"
+            colour = LIGHT[f"l{(number + 2) % 4}"]
+            label = f"{name} {known[-1][1]:.3f}"
             axes.plot(
                 *zip(*known, strict=True),
                 label=label,

@@ -30,7 +30,8 @@ class StepProfiler(AbstractContextManager):
                 f"profile_nvtx needs CUDA, this rank's device is {ps.device.type}; leave it out for traces in files"
             )
         self._start, self._stop = config.profiled_steps or (0, 0)
-        self._nvtx, self._directory = config.profile_nvtx, Path(config.output) / "profile"
+        self._nvtx = config.profile_nvtx
+        self._directory = Path(config.output) / "profile"
         self._ps, self._say, self._profiler = ps, say, None
 
     _profiler: Any

@@ -70,11 +70,9 @@ def first_stages(
     may_be_on_meta: bool = False,
 ) -> Mapping[int, nn.Module]:
     """As `begin`, also for one process by itself. Raises ValueError: weights of another model."""
-    weights, folder, length = (
-        run.checkpoint.weights,
-        run.model.huggingface,
-        run.data.sequence_length,
-    )
+    weights = run.checkpoint.weights
+    folder = run.model.huggingface
+    length = run.data.sequence_length
     if run.model.build is not None or folder is None or weights is not None or resumes:
         stages: Mapping[int, nn.Module]
         if run.model.build is not None:

@@ -94,7 +94,9 @@ def given(values: Mapping[str, Any]) -> list[str]:
 
 def rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     """(holds, message) of the fields of a model among each other; nothing is read from disk."""
-    preset, folder, build = values["preset"], values["huggingface"], values["build"]
+    preset = values["preset"]
+    folder = values["huggingface"]
+    build = values["build"]
     close = get_close_matches(str(preset), gpt.PRESETS, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     yield (
@@ -136,7 +138,8 @@ def _style_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    kind, positions = values["position_embedding_type"], values["max_position_embeddings"]
+    kind = values["position_embedding_type"]
+    positions = values["max_position_embeddings"]
     yield (
         kind in (None, *POSITIONS),
         f"unknown position_embedding_type {kind!r}; known: {', '.join(POSITIONS)}",
@@ -247,7 +250,8 @@ def of_preset(name: str, preset: str | None) -> bool:
 def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
     """The facts of a Hugging Face model under the same names."""
     facts = {name: value for name, value in vars(model.config).items() if name in DEFAULTS}
-    spec, scaling = model.transformer_layer_spec, model.config.rotary_scaling
+    spec = model.transformer_layer_spec
+    scaling = model.config.rotary_scaling
     kind = (
         "rope"
         if spec.rotary is not None

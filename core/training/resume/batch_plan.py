@@ -36,7 +36,9 @@ class BatchPlan:
     @cached_property
     def phases(self) -> tuple[BatchPhase, ...]:
         """In the order of their steps; the last one has no end."""
-        found, step, row = list[BatchPhase](), self.start_step, self.start_row
+        found = list[BatchPhase]()
+        step = self.start_step
+        row = self.start_row
         for end, size in self._sizes():
             if row >= end:
                 continue

@@ -40,7 +40,8 @@ def refuse_other_optimizer(run: RunConfig, url: str, ps: ParallelState) -> None:
     """
     stored = from_first(lambda: sorted(_stored(url) or ()), ps)
     # main weights are left out where the weights are their own; an average may begin
-    there, here = {*_kinds(set(stored))} - {MAIN}, {*run.optimizer.state_kinds}
+    there = {*_kinds(set(stored))} - {MAIN}
+    here = {*run.optimizer.state_kinds}
     here -= {EMA} - there
     # of Muon's kinds a model has only some if it has no hidden matrices, or none that are trained
     may_lack = run.optimizer.optimizer == "muon" and (

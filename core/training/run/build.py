@@ -94,7 +94,8 @@ def build_executor(
     # activation checkpointing is installed on the model here; a Pipeline does it stage by stage
     if ps.size("pp") == 1:
         (model,) = stages.values()
-        context, keeps = getattr(model, "stage", None), training.recompute_keeps
+        context = getattr(model, "stage", None)
+        keeps = training.recompute_keeps
         apply_recompute(model, training.recompute, stage=context, keeps=keeps)
         return SingleStage(
             model, ps=ps, num_microbatches=num_microbatches, grad_sync=grad_sync, seed=training.seed

@@ -55,7 +55,10 @@ class Checkpoints(AbstractContextManager):
         began_as: Mapping[str, str] | None = None,
         run: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
+        self.config = config
+        self.optimizer = optimizer
+        self.ps = ps
+        self.say = say
         self._order = order_of(data, training, order)
         self.plan = BatchPlan(global_batch_size=training.global_batch_size, ramp=training.ramp)
         self._model: Mapping[str, Any] | None = dict(run or {}).get("model")

@@ -311,7 +311,8 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
             local_files = prepare_default_corpus(data.directory, vocab_size=data.vocab_size)
         files = all_gather_objects(local_files, parallel.world)[0]
         assert files is not None
-        train_files, valid_files = _open_files([str(files.train)]), _open_files([str(files.valid)])
+        train_files = _open_files([str(files.train)])
+        valid_files = _open_files([str(files.valid)])
         tokenizer_file = files.tokenizer
         tokenizer = load_tokenizer(tokenizer_file)
 

@@ -76,7 +76,8 @@ def evaluate_text(
     loss_sum, tokens = 0.0, 0
     for batch in batches:
         result = executor.evaluate(batch, next_token_loss)
-        loss_sum, tokens = loss_sum + float(result.loss_sum), tokens + int(result.num_tokens)
+        loss_sum = loss_sum + float(result.loss_sum)
+        tokens = tokens + int(result.num_tokens)
     return TextLoss(loss_sum, tokens, num_bytes)
 
 

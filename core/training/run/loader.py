@@ -70,12 +70,10 @@ class Loader:
         microbatches: int = 1,
     ) -> None:
         self.gave_whole, self._microbatches = False, microbatches
-        self.batches, self.train_steps, self.step, self.stopped = (
-            batches,
-            train_steps,
-            step,
-            stopped,
-        )
+        self.batches = batches
+        self.train_steps = train_steps
+        self.step = step
+        self.stopped = stopped
         self._data_rank, self._data_size = ps.index("dp"), ps.size("dp")
         self._to_device = local_batches(ps)
 

@@ -91,11 +91,9 @@ class _Meter:
         tokens_per_step: int,
         experts: Callable[[], Sequence[ExpertLoad]] | None,
     ) -> None:
-        self._flops, self._peak, self._tokens_per_step = (
-            flops_per_token,
-            peak_flops,
-            tokens_per_step,
-        )
+        self._flops = flops_per_token
+        self._peak = peak_flops
+        self._tokens_per_step = tokens_per_step
         self._experts = experts
         self._last_read, self._first_step = time.perf_counter(), start
         self._tokens: Tensor | float = 0.0
@@ -104,7 +102,8 @@ class _Meter:
     def add(self, num_tokens: Tensor, skipped: Tensor) -> None:
         """Take one step's numbers into the running sums."""
         # tensors: reading them in every step would make the host wait for the device
-        self._tokens, self._skipped = self._tokens + num_tokens, self._skipped + skipped
+        self._tokens = self._tokens + num_tokens
+        self._skipped = self._skipped + skipped
 
     def record(
         self, step: int, loss: float, learning_rate: float, stats: StepStats, tokens: Tensor
@@ -142,7 +141,8 @@ class _Meter:
         # waits for the device: take the time afterwards
         tokens, skipped = (float(self._tokens), int(self._skipped))
         now = time.perf_counter()
-        seconds, steps = now - self._last_read, step + 1 - self._first_step
+        seconds = now - self._last_read
+        steps = step + 1 - self._first_step
         self._last_read, self._first_step = now, step + 1
         self._tokens, self._skipped = 0.0, 0
         return tokens / seconds, seconds / steps, skipped

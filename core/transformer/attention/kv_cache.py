@@ -15,7 +15,9 @@ class LayerCache:
     """Of one layer: k and v, each [b, g/tp, positions, d], allocated by the first tokens that arrive."""
 
     def __init__(self, positions: int, padding: Tensor | None) -> None:
-        self.positions, self.padding, self.length = positions, padding, 0
+        self.positions = positions
+        self.padding = padding
+        self.length = 0
         self._keys_and_values: tuple[Tensor, Tensor] | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -119,7 +119,8 @@ def split_qkv_plainly(
     fused = rearrange(y, "s b (g r d) -> b g r s d", g=groups, d=head_size)
     q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
     if tables is not None:
-        q, k = rotate_plainly(q, tables[0][:, None], tables[1][:, None]), rotate_plainly(k, *tables)
+        q = rotate_plainly(q, tables[0][:, None], tables[1][:, None])
+        k = rotate_plainly(k, *tables)
     return rearrange(q, "b g r s d -> b (g r) s d"), k, v
 
 
@@ -134,5 +135,7 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
 def rotate_plainly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`rotate` in plain autograd."""
     half = cos.shape[-1]
-    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    x1 = x[..., :half]
+    x2 = x[..., half : 2 * half]
+    rest = x[..., 2 * half :]
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), -1)

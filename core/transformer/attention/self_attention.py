@@ -43,13 +43,12 @@ class CoreAttention(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         config = build.config
-        self.grouped, self.softmax_scale = (
-            config.groups != config.num_attention_heads,
-            config.softmax_scale,
-        )
+        self.grouped = config.groups != config.num_attention_heads
+        self.softmax_scale = config.softmax_scale
         self.dropout = Dropout(build, config.attention_dropout, "attention", sharded=True)
         self.window = config.windows[build.layer] if config.windows is not None else None
-        self.exchange, self.stage = Exchange(build.parallel), build.stage
+        self.exchange = Exchange(build.parallel)
+        self.stage = build.stage
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None" = None
@@ -62,7 +61,8 @@ class CoreAttention(nn.Module):
         p = self.dropout.p if self.training else 0.0
         documents = attention_mask if isinstance(attention_mask, Documents) else None
         if documents is not None and p > 0:  # no kernel that merges blocks drops out
-            attention_mask, documents = visible_mask(documents.begin), None
+            attention_mask = visible_mask(documents.begin)
+            documents = None
         splits_rows = self.exchange.rows.size > 1 and not self.stage.whole_sequences
         if splits_rows or documents is not None or self._keeps_output(q, k, attention_mask, p):
             return self._attend_rows(q, k, v, documents)
@@ -168,7 +168,8 @@ class SelfAttention(nn.Module):
         config, place = build.config, build.place
         heads_per_group = config.num_attention_heads // config.groups
         # Tensor ranks share groups, never a head: a group's queries stay with their key and value.
-        self.groups, self.head_size = config.groups // place.tp, config.head_size
+        self.groups = config.groups // place.tp
+        self.head_size = config.head_size
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             (config.groups, heads_per_group + 2, config.head_size),

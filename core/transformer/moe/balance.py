@@ -32,7 +32,9 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, stage: StageContext, positions: int) -> Tensor:
-        ctx.stage, ctx.positions, ctx.driven = stage, positions, stage.driven
+        ctx.stage = stage
+        ctx.positions = positions
+        ctx.driven = stage.driven
         ctx.like = loss.new_empty(())
         return y.view_as(y)
 
@@ -75,7 +77,9 @@ class Balance:
     """
 
     def __init__(self, build: Build, router: Router) -> None:
-        config, self._ps, self._router = build.config, build.parallel, router
+        config = build.config
+        self._ps = build.parallel
+        self._router = router
         assert config.num_moe_experts is not None
         self._experts, self._stage = config.num_moe_experts, build.stage
         self.is_on = config.balances_experts  # whether there is anything to attach
@@ -171,7 +175,8 @@ class _Auxiliary(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("the auxiliary loss of experts")
-        shares, experts = ctx.shares.wait().to(gradient.dtype), ctx.shape[-1]
+        shares = ctx.shares.wait().to(gradient.dtype)
+        experts = ctx.shape[-1]
         if ctx.scores is not None:
             ctx.load.add_losses({"aux": experts * (ctx.scores * shares).sum()})
         return (gradient * experts * shares).expand(ctx.shape), None, None

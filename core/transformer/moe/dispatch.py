@@ -90,7 +90,8 @@ class Dispatch:
 
 
 def _planned(routing: Routing, router: Router, group: Group | None) -> tuple[Any, ...]:
-    ids, num_experts = routing.experts.reshape(-1), routing.logits.shape[1]
+    ids = routing.experts.reshape(-1)
+    num_experts = routing.logits.shape[1]
     order = ids.argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
@@ -111,7 +112,8 @@ def _planned(routing: Routing, router: Router, group: Group | None) -> tuple[Any
     ).tolist()  # the one wait for the device
     _refuse_broken(router, [rank for rank, row in enumerate(both[1]) if row[-1]])
     leaving_counts, arriving_counts = [[row[:-1] for row in rows] for rows in both]
-    send, receive = [sum(row) for row in leaving_counts], [sum(row) for row in arriving_counts]
+    send = [sum(row) for row in leaving_counts]
+    receive = [sum(row) for row in arriving_counts]
     if router.training:
         router.load.add(
             [count for row in leaving_counts for count in row], sum(receive), router.weight

@@ -37,12 +37,12 @@ class Experts(torch.nn.Module):
         super().__init__()
         config = build.config
         assert config.num_moe_experts is not None
-        experts, ffn, hidden = config.num_moe_experts, config.moe_ffn, config.hidden_size
-        self.gated, self.activation, self.stage = (
-            config.gated_linear_unit,
-            config.activation,
-            build.stage,
-        )
+        experts = config.num_moe_experts
+        ffn = config.moe_ffn
+        hidden = config.hidden_size
+        self.gated = config.gated_linear_unit
+        self.activation = config.activation
+        self.stage = build.stage
         fc1_shape = (experts, 2, ffn, hidden) if self.gated else (experts, ffn, hidden)
         self.linear_fc1 = Weight(build, Layout(fc1_shape, {"ep": 0}), config.init_method_std)
         self.linear_fc2 = Weight(
@@ -50,7 +50,8 @@ class Experts(torch.nn.Module):
         )
         ps = build.parallel
         self.edp_is_summed = False  # by a wrapper that sums .grad over edp itself
-        self._has_data_ranks, self._ranks = ps.size("dp-cp") > 1, ps.size("ep")
+        self._has_data_ranks = ps.size("dp-cp") > 1
+        self._ranks = ps.size("ep")
         # in a plain loop
         if self._has_data_ranks:
             self._sum_group = ps.group("tp")
@@ -59,7 +60,8 @@ class Experts(torch.nn.Module):
 
     def forward(self, rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
         """rows [n, h] sorted by expert, weights [n, 1] -> [n, h], each expert's output times its weight."""
-        fc1, fc2 = self._summed(self.linear_fc1.weight), self._summed(self.linear_fc2.weight)
+        fc1 = self._summed(self.linear_fc1.weight)
+        fc2 = self._summed(self.linear_fc2.weight)
         y = grouped_linear(rows, fc1, counts, stage=self.stage)
         # The weight multiplies before fc2, which is linear: its gradient needs no outputs of the experts.
         y = _WeightedActivation.apply(y, weights, self.activation, self.gated)

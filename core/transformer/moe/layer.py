@@ -34,7 +34,8 @@ class MoELayer(nn.Module):
         config, ps = build.config, build.parallel
         assert config.num_moe_experts is not None
         self.parallel = ps
-        self._tensor_group, self._expert_group = ps.group("tp"), ps.group("ep")
+        self._tensor_group = ps.group("tp")
+        self._expert_group = ps.group("ep")
         self.router, self.experts = Router(build), Experts(build)
         self.balance = Balance(build, self.router)
         self.shared_experts: MLP | None = None
@@ -63,7 +64,8 @@ class MoELayer(nn.Module):
         arriving = start_to_experts(tokens, dispatch)
         # while the rows are on their way
         shared = None if self.shared_experts is None else self.shared_experts(x)
-        rows, weights = arriving(), weights_to_experts(routing.weights, dispatch)
+        rows = arriving()
+        weights = weights_to_experts(routing.weights, dispatch)
         y = from_experts(self.experts(rows, weights, dispatch.counts), dispatch).view(shard.shape)
         if self.balance.is_on and self.training:  # in both runs of a recomputed forward
             y = self.balance.attach(y, routing, sequences=shard.shape[1])

@@ -139,7 +139,8 @@ class Loads:
         """Of the last step, on every rank with these layers. All-reduces over ep and edp; waits for the device."""
         if not self._last:
             return []
-        names, device = list(self._last[0].losses), self.routers[0].weight.device
+        names = list(self._last[0].losses)
+        device = self.routers[0].weight.device
         rows = torch.tensor(
             [counts.rows for counts in self._last], dtype=torch.float64, device=device
         )
@@ -153,12 +154,11 @@ class Loads:
         experts, found = rows.shape[1], []
         for router, summed, most_received in zip(self.routers, sums, most, strict=True):
             of_experts, of_losses = summed[:experts], summed[experts:]
-            mean, positions = (
-                sum(of_experts) / experts or 1.0,
-                sum(of_experts) / router.top_k or 1.0,
-            )
+            mean = sum(of_experts) / experts or 1.0
+            positions = sum(of_experts) / router.top_k or 1.0
             means = {name: loss / positions for name, loss in zip(names, of_losses, strict=True)}
-            busiest, idlest = max(of_experts) / mean, min(of_experts) / mean
+            busiest = max(of_experts) / mean
+            idlest = min(of_experts) / mean
             found.append(ExpertLoad(router.layer, busiest, idlest, most_received, **means))
         return found
 

@@ -56,20 +56,18 @@ class Router(SpreadModule):
         super().__init__()
         config = build.config
         assert config.num_moe_experts is not None
-        experts, self.top_k = config.num_moe_experts, config.moe_router_topk
-        self.sigmoid, self.pre_softmax = (
-            config.moe_router_score_function == "sigmoid",
-            config.moe_router_pre_softmax,
-        )
+        experts = config.num_moe_experts
+        self.top_k = config.moe_router_topk
+        self.sigmoid = config.moe_router_score_function == "sigmoid"
+        self.pre_softmax = config.moe_router_pre_softmax
         self.scaling = config.moe_router_topk_scaling_factor
-        self.num_groups, self.group_topk = (
-            config.moe_router_num_groups,
-            config.moe_router_group_topk,
-        )
+        self.num_groups = config.moe_router_num_groups
+        self.group_topk = config.moe_router_group_topk
         self.group = build.parallel.group("tp")
         layout = Layout((experts, config.hidden_size), partial=frozenset({"tp"}))
         self.weight = build.place.parameter(layout, Init(std=config.init_method_std))
-        self.layer, self.bias_rate = build.layer, config.moe_router_bias_update_rate
+        self.layer = build.layer
+        self.bias_rate = config.moe_router_bias_update_rate
         is_global = config.moe_router_load_balancing_type == "global_aux_loss"
         device = build.place.device
         zeros = torch.zeros(experts, dtype=torch.float32, device=device)

@@ -78,7 +78,8 @@ def no_capacity(factor: float | None) -> tuple[bool, str]:
 
 
 def _group_rules(config: ExpertFacts, experts: int) -> Iterator[tuple[bool, str]]:
-    groups, best = config.moe_router_num_groups, config.moe_router_group_topk
+    groups = config.moe_router_num_groups
+    best = config.moe_router_group_topk
     yield (
         (groups is None) == (best is None),
         f"moe_router_num_groups={groups} and moe_router_group_topk={best} belong together; give both",

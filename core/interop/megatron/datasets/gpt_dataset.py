@@ -103,7 +103,9 @@ class GPTDataset(torch.utils.data.Dataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        self.source, self.documents, self.num_samples = source, documents, num_samples
+        self.source = source
+        self.documents = documents
+        self.num_samples = num_samples
         self.index_split, self.config = index_split, config
         self.pad = getattr(config.tokenizer, "pad", -1)
         if len(self) < 1:

@@ -129,11 +129,9 @@ class RowParallelLinear(ours.RowParallelLinear):
         placement = _placement(config, tp_group)
         super().__init__(input_size, output_size, place=placement, bias=bias, init=Init(std=0.02))
         _draw(self, init_method)
-        self.skip_bias_add, self.input_is_parallel, self.group = (
-            skip_bias_add,
-            input_is_parallel,
-            placement.group,
-        )
+        self.skip_bias_add = skip_bias_add
+        self.input_is_parallel = input_is_parallel
+        self.group = placement.group
 
     def forward(self, x: Tensor) -> Any:
         if not self.input_is_parallel:

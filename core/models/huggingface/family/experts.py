@@ -55,16 +55,15 @@ class Qwen3Moe(LlamaLike):
         }
 
     def _frequency(self, facts: Facts) -> tuple[int, ...]:
-        step, dense = facts.get("decoder_sparse_step", 1), facts.get("mlp_only_layers") or []
+        step = facts.get("decoder_sparse_step", 1)
+        dense = facts.get("mlp_only_layers") or []
         layers = range(facts["num_hidden_layers"])
         return tuple(int(layer not in dense and (layer + 1) % step == 0) for layer in layers)
 
     def windows(self, facts: Facts) -> Windows:
         """One window for all layers, where `use_sliding_window` says that it counts."""
-        slides, window = (
-            facts.get("use_sliding_window", False),
-            facts.get("sliding_window", self.sliding_window),
-        )
+        slides = facts.get("use_sliding_window", False)
+        window = facts.get("sliding_window", self.sliding_window)
         if slides and window is not None:
             return (window,) * facts["num_hidden_layers"]
         return None
@@ -104,9 +103,11 @@ class Glm4Moe(LlamaLike):
 
     def config(self, facts: Facts) -> dict[str, Any]:
         """The arguments of TransformerConfig."""
-        dense, layers = facts.get("first_k_dense_replace", 1), facts["num_hidden_layers"]
+        dense = facts.get("first_k_dense_replace", 1)
+        layers = facts["num_hidden_layers"]
         width = facts.get("moe_intermediate_size", 1408)
-        groups, best = facts.get("n_group", 1), facts.get("topk_group", 1)
+        groups = facts.get("n_group", 1)
+        best = facts.get("topk_group", 1)
         # parts that predict more tokens: not of the model
         for name in ("num_nextn_predict_layers", "num_mtp_layers"):
             facts.get(name)
@@ -133,13 +134,15 @@ class Glm4Moe(LlamaLike):
     def rules(self, facts: Facts) -> Rules:
         """Those of Llama's relatives, and of the router."""
         yield from super().rules(facts)
-        divided, chosen = facts.get("norm_topk_prob", True), facts.get("num_experts_per_tok", 8)
+        divided = facts.get("norm_topk_prob", True)
+        chosen = facts.get("num_experts_per_tok", 8)
         yield (
             bool(divided) == (chosen > 1),
             f"norm_topk_prob={divided} with num_experts_per_tok={chosen}: weights of several experts are divided by "
             f"their sum here, that of 1 is not; set norm_topk_prob={chosen > 1}",
         )
-        groups, best = facts.get("n_group", 1), facts.get("topk_group", 1)
+        groups = facts.get("n_group", 1)
+        best = facts.get("topk_group", 1)
         experts = facts.get("n_routed_experts") or facts.get("num_local_experts", 128)
         left = best * experts // groups
         yield (
@@ -147,7 +150,8 @@ class Glm4Moe(LlamaLike):
             f"num_experts_per_tok={chosen}, but topk_group={best} of n_group={groups} groups leave {left} of "
             f"{experts} experts; use fewer experts, or more groups of them",
         )
-        dense, layers = facts.get("first_k_dense_replace", 1), facts["num_hidden_layers"]
+        dense = facts.get("first_k_dense_replace", 1)
+        layers = facts["num_hidden_layers"]
         yield (
             0 <= dense < layers,
             f"first_k_dense_replace={dense} of num_hidden_layers={layers} leaves no layer with experts; such a model "

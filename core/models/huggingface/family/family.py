@@ -64,7 +64,8 @@ def activation_name(config: TransformerConfig) -> str:
 
 def one_dropout(facts: Facts, default: float = 0.0) -> Rules:
     """One hidden_dropout serves the embedding and the residual stream."""
-    embedding, residual = facts.get("embd_pdrop", default), facts.get("resid_pdrop", default)
+    embedding = facts.get("embd_pdrop", default)
+    residual = facts.get("resid_pdrop", default)
     yield (
         embedding == residual,
         f"embd_pdrop={embedding} with resid_pdrop={residual} is not supported: one hidden_dropout serves "

@@ -59,7 +59,8 @@ class Gemma3(LlamaLike):
 
     def layer_types(self, facts: Facts) -> list[str]:
         """Where they are not said, every sixth layer is global, or as `sliding_window_pattern` says."""
-        by_layer, pattern = facts.get("layer_types"), facts.get("sliding_window_pattern", 6)
+        by_layer = facts.get("layer_types")
+        pattern = facts.get("sliding_window_pattern", 6)
         facts.get("_sliding_window_pattern")  # written beside layer_types, read by nobody
         if by_layer is not None:
             return list(by_layer)
@@ -83,7 +84,8 @@ class Gemma3(LlamaLike):
 
     def rotary_rules(self, facts: Facts) -> Rules:
         """Both kinds have a scaling that is known, and are said once."""
-        today, older = facts.get("rope_parameters") or {}, facts.get("rope_scaling")
+        today = facts.get("rope_parameters") or {}
+        older = facts.get("rope_scaling")
         yield (
             not (today and older)
             or today == older,  # a configuration object has both names for one
@@ -122,10 +124,8 @@ class Gemma3(LlamaLike):
 
     def rotary_fields(self, config: TransformerConfig) -> Fields:
         """In the older form, which every version of transformers reads: local layers are never scaled there."""
-        windows, per_layer = (
-            config.windows or (None,) * config.num_layers,
-            config.rotary_per_layer or (),
-        )
+        windows = config.windows or (None,) * config.num_layers
+        per_layer = config.rotary_per_layer or ()
         of_kind = {kind: RotaryConfig(base=base) for kind, base in _BASES.items()}
         for window, rotary in zip(windows, per_layer, strict=False):
             if rotary is not None:
@@ -139,7 +139,8 @@ class Gemma3(LlamaLike):
 
 def _ropes(facts: Facts) -> dict[str, Mapping[str, Any]]:
     """Kind of layer -> its parameters, of today's form or of the older one."""
-    today, older = facts.get("rope_parameters") or {}, facts.get("rope_scaling") or {}
+    today = facts.get("rope_parameters") or {}
+    older = facts.get("rope_scaling") or {}
     bases = {
         _GLOBAL: facts.get("rope_theta", _BASES[_GLOBAL]),
         _LOCAL: facts.get("rope_local_base_freq", _BASES[_LOCAL]),

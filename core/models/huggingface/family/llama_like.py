@@ -82,7 +82,8 @@ class LlamaLike:
 
     def config(self, facts: Facts) -> dict[str, Any]:
         """The arguments of TransformerConfig."""
-        hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
+        hidden = facts["hidden_size"]
+        heads = facts["num_attention_heads"]
         activation = facts.get(self.activation_field, self.activation)
         return {
             "num_layers": facts["num_hidden_layers"],
@@ -159,22 +160,22 @@ class LlamaLike:
         """How many tokens a token sees in each layer; see `TransformerConfig.windows`."""
         if self.window == "never":
             return None
-        layers, window = (
-            facts["num_hidden_layers"],
-            facts.get("sliding_window", self.sliding_window),
-        )
+        layers = facts["num_hidden_layers"]
+        window = facts.get("sliding_window", self.sliding_window)
         if self.window == "always":
             if window is not None:
                 return (window,) * layers
             return None
-        slides, kinds = bool(facts.get("use_sliding_window", False)), self.layer_types(facts)
+        slides = bool(facts.get("use_sliding_window", False))
+        kinds = self.layer_types(facts)
         if not slides or window is None:
             return None
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
     def layer_types(self, facts: Facts) -> list[str]:
         """Of each layer "sliding_attention" or "full_attention", where a window is by layer."""
-        by_layer, first = facts.get("layer_types"), facts.get("max_window_layers", 28)
+        by_layer = facts.get("layer_types")
+        first = facts.get("max_window_layers", 28)
         if by_layer is not None:
             return list(by_layer)
         layers = facts["num_hidden_layers"]

@@ -76,12 +76,14 @@ class UpdateWatch:
         self._ps, self._modules, self._has_warned = ps, modules, False
         # of the trainable parameters, when the last step ended
         self._versions: list[int] | None = None
-        self._step, self._sums = 0, torch.zeros(2, dtype=torch.float64, device=ps.device)
+        self._step = 0
+        self._sums = torch.zeros(2, dtype=torch.float64, device=ps.device)
         self._differed = torch.zeros((), dtype=torch.bool, device=ps.device)
 
     def with_numbers(self, total: Tensor) -> Tensor:
         """float64 [n] -> [n + 2], to be summed over all ranks: whose weights were updated, whose could have been."""
-        before, self._versions = self._versions, [p._version for p in self._trainable()]
+        before = self._versions
+        self._versions = [p._version for p in self._trainable()]
         numbers = torch.zeros_like(self._sums)
         if before and len(before) == len(self._versions):
             numbers[0].fill_(float(before != self._versions))

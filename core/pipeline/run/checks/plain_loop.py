@@ -151,11 +151,9 @@ class PlainLoopWatch:
     """Around a pipeline whose weights a loop of the user's updates: clipping, arithmetic by hand, skipped steps."""
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._scales, self.updates = (
-            modules,
-            ScaleWatch(ps, modules),
-            UpdateWatch(ps, modules),
-        )
+        self._modules = modules
+        self._scales = ScaleWatch(ps, modules)
+        self.updates = UpdateWatch(ps, modules)
         self._arithmetic = StageArithmetic(modules)
         self._arithmetic.open()
 
@@ -178,7 +176,9 @@ class BatchWatch:
     """
 
     def __init__(self, ps: ParallelState) -> None:
-        self._group, self._steps, self._has_warned = ps.group("pp"), 0, False
+        self._group = ps.group("pp")
+        self._steps = 0
+        self._has_warned = False
         self._fingerprints: dict[str, list[Any]] | None = None  # name -> dtype, shape, checksum
 
     def before_step(self, batch: Any) -> None:

@@ -90,7 +90,8 @@ def squeeze(
 
     scored = []  # (makespan for equal costs, for usual costs, orders)
     for orders in filter(None, attempts):
-        equal_score, usual_score = equal_problem.score(orders), usual_problem.score(orders)
+        equal_score = equal_problem.score(orders)
+        usual_score = usual_problem.score(orders)
         assert equal_score is not None and usual_score is not None, (
             "both orders were played already"
         )

@@ -61,12 +61,10 @@ class TrainingModel(EngineFace):
         else:
             self.module = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
         self.stages = dict(stages)
-        self.optimizer, self.executor, self.checkpoints, self.loss_fn = (
-            optimizer,
-            executor,
-            checkpoints,
-            loss_fn,
-        )
+        self.optimizer = optimizer
+        self.executor = executor
+        self.checkpoints = checkpoints
+        self.loss_fn = loss_fn
         self.training_config, self._owns_signals = training, False
         # gradient accumulation: microbatches of one update on one rank
         rows_per_replica = training.global_batch_size // self.dp_world_size
