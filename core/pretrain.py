@@ -112,9 +112,8 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
     loaded = load_run(args, description=description)
     with errors_as_one_line():
         run = checked(loaded, started_processes())
-        loaded = replace(
-            loaded, run=replace(loaded.run, data=run.data)
-        )  # run.toml names what text became
+        # run.toml names what text became
+        loaded = replace(loaded, run=replace(loaded.run, data=run.data))
         with (
             parallel_state.launch(run.device, backend=run.parallel.backend) as device,
             errors_as_one_line(),

@@ -30,9 +30,8 @@ class Ticket:
         self.has_owner = has_owner
         number = next(_numbers)
         _object_of_number[number] = target
-        self.number = torch.from_numpy(
-            np.asarray(number)
-        )  # no operation that a dispatch mode would see
+        # no operation that a dispatch mode would see
+        self.number = torch.from_numpy(np.asarray(number))
 
     def __reduce__(self) -> Any:
         return nothing, ()

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from core.autograd.bag import StageContext
 from core.autograd.gradients import accumulate, delivers, main_grad_of, no_second_derivative
 from core.autograd.products import NO_COMM, Comm
-from core.autograd.recomputation.region import recomputed_region
+from core.autograd.recomputation.two_runs import recomputed_region
 
 
 def _to_local_ids(ids: Tensor, first: int, rows: int) -> Tensor:

@@ -24,7 +24,7 @@ from core.autograd.gradients import (
     overwritten,
 )
 from core.autograd.products import add_product
-from core.autograd.recomputation.region import recomputed_region
+from core.autograd.recomputation.two_runs import recomputed_region
 
 
 def multiply_groups(x: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:

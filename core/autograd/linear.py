@@ -19,7 +19,7 @@ from core.autograd.bag import NO_DEFERRAL, StageContext, Ticket, object_of
 from core.autograd.gradients import delivers, has_main_grad, no_second_derivative, overwritten
 from core.autograd.products import NO_COMM, Comm, LinearThunk, matrix_of, product, weight_gradient
 from core.autograd.recomputation.lazy_product import linears_of_region
-from core.autograd.recomputation.region import recomputed_region
+from core.autograd.recomputation.two_runs import recomputed_region
 
 
 def _multiply(x: Tensor, matrix: Tensor, flat_bias: Tensor | None, comm: Comm) -> Tensor:
@@ -102,9 +102,8 @@ class _DeferredLinear(torch.autograd.Function):
                 pending_dx = comm.after_backward(dx)
         if wants_dw:
             if is_deferred:
-                bag.put(
-                    LinearThunk(weight, x.detach(), sharded_gy, comm)
-                )  # detached: x itself would keep the graph alive
+                # detached: x itself would keep the graph alive
+                bag.put(LinearThunk(weight, x.detach(), sharded_gy, comm))
             else:
                 if pending_x is not None:
                     x = pending_x.wait()

@@ -44,9 +44,8 @@ def plain_forward(
     """See `attend`; the scores exist in full."""
     scores = _scores(q, k, causal, bias, scale)
     logsumexp = scores.logsumexp(-1)
-    lowest = logsumexp.masked_fill(
-        logsumexp == -torch.inf, 0
-    )  # a row without any key: exp(-inf - 0) = 0
+    # a row without any key: exp(-inf - 0) = 0
+    lowest = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
     out = (scores - lowest[..., None]).exp() @ v.to(scores.dtype)[:, :, None]
     return out.reshape(q.shape).to(q.dtype), logsumexp.reshape(q.shape[:3])
 

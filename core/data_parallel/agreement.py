@@ -116,9 +116,8 @@ class Agreement:
             differs = self._differed
         else:
             if bool(differs[_WEIGHTS].any()) and not bool(differs[-1].any()):
-                differs[_WEIGHTS] = self._compare_weights(
-                    first
-                )  # what one rank wrote may be what was there
+                # what one rank wrote may be what was there
+                differs[_WEIGHTS] = self._compare_weights(first)
             if not bool(differs.any()):
                 return
         # who does something else at all is told first

@@ -80,9 +80,8 @@ class GradientSums:
             self._rounds[stage] = Round(
                 [buffer for buffer in buffers if buffer not in shared], self._under_way
             )
-        self._current_round = next(
-            iter(self._rounds.values()), self._shared
-        )  # of the backward or W under way
+        # of the backward or W under way
+        self._current_round = next(iter(self._rounds.values()), self._shared)
         self._stage_of = {buffer: stages[0] for buffer, stages in uses.items()}
         round_of: dict[Buffer, Round] = {}
         for round_ in (*self._rounds.values(), self._shared):
@@ -329,9 +328,8 @@ class GradientSums:
             delivered_by_w = {id(parameter) for parameter in waiting}
             for slot in gradient_hooked:
                 if id(slot.parameter) not in delivered_by_w:
-                    self._arrive(
-                        slot, may_start=False
-                    )  # sums start in W, where all ranks are at the same stage
+                    # sums start in W, where all ranks are at the same stage
+                    self._arrive(slot, may_start=False)
 
     def ready(self, parameter: Parameter) -> None:
         """W has added the last contribution of this pair to `parameter`."""

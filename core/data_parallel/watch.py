@@ -49,9 +49,8 @@ class UpdateWatch:
         self._seen: Tensor | None = None  # checksums of the weights
         self._hooks: list[Any] = []
         if agreement.is_shared:
-            weak_self = weakref.ref(
-                self
-            )  # torch's registry must not keep this alive, nor a deep copy have its hooks
+            # torch's registry must not keep this alive, nor a deep copy have its hooks
+            weak_self = weakref.ref(self)
 
             @torch.compiler.disable
             def before_forward(module: nn.Module, args: Any) -> None:

@@ -16,9 +16,8 @@ FORMAT = "paracore tokens 1"
 # tokens of answers, whose loss counts, are stored as ~token, which is negative
 FORMAT_ANSWERS = "paracore tokens 2"
 _FAMILY = "paracore tokens"
-_FORMAT_KEY = re.compile(
-    rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL
-)  # of what does not parse
+# of what does not parse
+_FORMAT_KEY = re.compile(rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL)
 _LARGEST_CARD = 16 << 20  # bytes: a file of more is somebody's text
 SAMPLED_BLOCKS = 64
 BLOCK_BYTES = 4096

@@ -203,9 +203,8 @@ class TokenFileWriter:
         # An old index must not survive beside new tokens: without .idx nothing opens, so it goes first
         # and its successor comes last.
         self._paths[3].unlink(missing_ok=True)
-        inherited = has_card(
-            self._prefix
-        )  # the card and tokenizer of an earlier file do not describe this one
+        # the card and tokenizer of an earlier file do not describe this one
+        inherited = has_card(self._prefix)
         for number, (temporary, path) in enumerate(zip(self._temporary, self._paths, strict=True)):
             if number in written:
                 temporary.replace(path)

@@ -235,9 +235,8 @@ def _prune(options: argparse.Namespace) -> int:
     else:
         lock = root.lock()
         try:
-            swept = root.sweep(
-                thorough=True
-            )  # first: it makes the index of an object store complete
+            # first: it makes the index of an object store complete
+            swept = root.sweep(thorough=True)
             removed, verb = root.retain(**rules), "removed"
         finally:
             lock.release()

@@ -1,7 +1,6 @@
 """The checkpoints of a training run: steps in one directory, saved beside the training, found after anything."""
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step
 from core.dist_checkpointing.publish.lock import Lock
 from core.dist_checkpointing.publish.retention import Retention, checked_metrics
 from core.dist_checkpointing.reading.loading import load
+from core.dist_checkpointing.reading.newest import load_newest
 from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 from core.dist_checkpointing.writing.async_save import BackgroundCall, SaveStats, WriterProgram
 from core.dist_checkpointing.writing.job import Job
@@ -37,11 +37,6 @@ from core.parallel_state import ParallelState
 from core.parallel_state.config import raise_all
 from core.parallel_state.environment import has_streams
 from core.parallel_state.flat import volume
-
-log = logging.getLogger(__name__)
-
-# steps that another job may remove while this one reads, before it gives up: that job saves faster than this reads
-_MAX_REMOVED_STEPS = 10
 
 
 class SaveHandle:
@@ -353,8 +348,9 @@ class CheckpointManager:
             except FileNotFoundError as error:
                 raise ValueError(str(error)) from error
 
+        # rank 0 looks for all: another rank's view of the directory may lag behind
         address = from_first(find, self.ps)
-        return load(template, address, strict=strict, ps=self.ps, share_reads=self.share_reads)
+        return self._read(address, template, strict=strict)
 
     def load_latest(self, template: Any, *, strict: bool = True) -> tuple[int, Any]:
         """(step, state) of the newest step that verifies; damaged ones are left out, with a warning naming the file.
@@ -370,32 +366,17 @@ class CheckpointManager:
 
         self._wait_for_save()
         # rank 0 lists the steps for all: directories of other hosts may lag behind
-        steps, problems = from_first(find, self.ps), dict[int, str]()
-        while untried := [step for step in steps if step not in problems]:
-            step = untried[-1]
-            try:
-                address = from_first(partial(self._address_of, step), self.ps)
-                return step, load(
-                    template, address, strict=strict, ps=self.ps, share_reads=self.share_reads
-                )
-            except (DamagedCheckpoint, FileNotFoundError) as error:
-                problems[step] = f"step {step}: {error}"
-            steps = from_first(self.steps, self.ps)
-            if step in steps:
-                next_try = "is damaged, falling back to the one before"
-            else:
-                next_try = "was removed, looking again"
-            log.warning("checkpoint %s %s: %s", step_name(step), next_try, problems[step])
-            if len(problems.keys() - set(steps)) > _MAX_REMOVED_STEPS:
-                break
-        if not problems:
-            raise FileNotFoundError(
-                f"{self.root} has no checkpoint; start afresh, or look for the right directory"
-            )
-        details = "\n".join(problems.values())
-        raise DamagedCheckpoint(
-            f"none of the {len(problems)} steps in {self.root} is whole:\n{details}"
+        return load_newest(
+            self.root,
+            from_first(find, self.ps),
+            list_steps=lambda: from_first(self.steps, self.ps),
+            load_step=lambda step: self._read(
+                from_first(partial(self._address_of, step), self.ps), template, strict=strict
+            ),
         )
+
+    def _read(self, address: str, template: Any, *, strict: bool) -> Any:
+        return load(template, address, strict=strict, ps=self.ps, share_reads=self.share_reads)
 
     def _address_of(self, step: int) -> str:
         """Where a step lies. FileNotFoundError: there is none. DamagedCheckpoint: what leads to it cannot be read."""

@@ -182,7 +182,6 @@ class GradScaler(torch.amp.GradScaler):
         flag = torch.zeros(1, dtype=torch.float32, device=ps.device)
         for device_flag in found_inf.values():
             flag = torch.maximum(flag, device_flag.to(ps.device).reshape(1))
-        all_reduce(
-            flag, ps.world, "max"
-        )  # one rank's overflow skips the step on all, so weights stay equal
+        # one rank's overflow skips the step on all, so weights stay equal
+        all_reduce(flag, ps.world, "max")
         return {device: flag[0].to(device) for device in found_inf or {ps.device: flag}}

@@ -160,9 +160,8 @@ def _output_layer(shard: DataParallel, candidates: dict[str, Parameter]) -> set[
     stated_ids: set[int] = set()
     for stage in modules_of(shard.module).values():
         for module in stage.modules():
-            get_output_embeddings = getattr(
-                module, "get_output_embeddings", None
-            )  # transformers' models have it
+            # transformers' models have it
+            get_output_embeddings = getattr(module, "get_output_embeddings", None)
             head = get_output_embeddings() if callable(get_output_embeddings) else None
             if head is not None:
                 stated_ids.update(id(parameter) for parameter in head.parameters())

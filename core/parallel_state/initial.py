@@ -68,9 +68,8 @@ def fill(
         target.fill_(init.mean)
         return
     columns = layout.shape[-1]
-    rows = max(
-        1, DRAW_BLOCK // columns
-    )  # of one block: blocks are the same whatever a rank holds of them
+    # of one block: blocks are the same whatever a rank holds of them
+    rows = max(1, DRAW_BLOCK // columns)
     total = prod(layout.shape[:-1])
     box = layout.box(coordinate, sizes)
     drawn_block, values = -1, torch.empty(0)

@@ -265,9 +265,8 @@ def checked_device(device: torch.device | str | None, served: dict[str, str]) ->
     """The device of this process, checked against the machine and what the default group's backends serve."""
     this_device = local_device(None if device is None else str(device))
     if device is None and served.get(this_device.type) in (None, "gloo") and served:
-        this_device = torch.device(
-            "cpu"
-        )  # a gloo world on a machine with accelerators trains on the CPU
+        # a gloo world on a machine with accelerators trains on the CPU
+        this_device = torch.device("cpu")
     if served and this_device.type not in served:
         raise ValueError(
             f"device {this_device.type} is not served by the process group's backends {served}; use a device of "

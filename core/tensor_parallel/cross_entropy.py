@@ -137,9 +137,8 @@ class _CrossEntropy(torch.autograd.Function):
         local_max, local_sum = _exponentials(flat, dtype)
         row_max, row_sum = local_max, local_sum
         if group is not None:
-            per_rank = all_gather(
-                torch.stack((local_max, local_sum, label_logit))[None], group
-            )  # [tp, 3, n]
+            # [tp, 3, n]
+            per_rank = all_gather(torch.stack((local_max, local_sum, label_logit))[None], group)
             row_max = per_rank[:, 0].amax(0)
             row_sum = (per_rank[:, 1] * (per_rank[:, 0] - row_max).exp()).sum(0)
             label_logit = per_rank[:, 2].sum(0)

@@ -125,9 +125,8 @@ def _write(
 ) -> None:
     """Prints each text; of a single prompt each token as soon as it is known."""
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
-    shown = tokenizer.decode(
-        tokens[0]
-    )  # which may differ from the prompt: some tokenizers change case or spaces
+    # which may differ from the prompt: some tokenizers change case or spaces
+    shown = tokenizer.decode(tokens[0])
     new: list[int] = []
 
     def stream(row: int, token: int) -> None:

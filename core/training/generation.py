@@ -256,9 +256,8 @@ class _Batch:
 
     def _full_prefix(self) -> dict[str, Tensor]:
         (text,) = self._texts
-        padding = [0] * (
-            -len(text.tokens) % text.multiple
-        )  # on the right: causal attention does not see it
+        # on the right: causal attention does not see it
+        padding = [0] * (-len(text.tokens) % text.multiple)
         return {"tokens": torch.tensor([text.tokens + padding], device=self._device)}
 
     def _new_tokens(self) -> dict[str, Tensor]:

@@ -171,9 +171,8 @@ class LazyProduct(Tensor):
         out = _apply(
             func, [leaf.value() if isinstance(leaf, LazyProduct) else leaf for leaf in leaves], spec
         )
-        return pytree.tree_map(
-            lambda lazy: values.get(id(lazy), lazy), out
-        )  # in place: the same tensor comes back
+        # in place: the same tensor comes back
+        return pytree.tree_map(lambda lazy: values.get(id(lazy), lazy), out)
 
     # ways to a value that bypass dispatch
     def numpy(self, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,8 @@ from torch import nn
 from core.autograd.bag import StageContext
 from core.autograd.proxy import LinearProxy, proxies_of
 from core.autograd.recomputation.leaving import RegionHistory, Submodules
-from core.autograd.recomputation.region import recomputed_region, run_region
+from core.autograd.recomputation.region import run_region
+from core.autograd.recomputation.two_runs import recomputed_region
 
 Selector = str | type[nn.Module]
 Policy = str | Sequence[Selector]

@@ -93,9 +93,8 @@ class Buffer(Weights):
         self._grad_storage = Storage(flat)
         # Gradients that are still empty: the first contribution overwrites them, so no pass writes zeros.
         self._is_empty = [False] * len(self.parameters)
-        self._was_added_to = [False] * len(
-            self.parameters
-        )  # since the last zero(), through take() or add()
+        # since the last zero(), through take() or add()
+        self._was_added_to = [False] * len(self.parameters)
         self._first_sum = True  # stages 2, 3: whether no sum of this step has ended yet
         for parameter, view in zip(self.parameters, self._full_gradients, strict=True):
             parameter.main_grad = view  # type: ignore[attr-defined]
@@ -271,11 +270,8 @@ class Buffer(Weights):
     def counted(self) -> list[Interval]:
         if self.copies is not None and self.copies.rank:
             return []
-        data_coordinate = self.ps.coordinate | {
-            "dp": 0,
-            "cp": 0,
-            "edp": 0,
-        }  # the bucket is cut along these axes, so no rank repeats another's elements
+        # the bucket is cut along these axes, so no rank repeats another's elements
+        data_coordinate = self.ps.coordinate | {"dp": 0, "cp": 0, "edp": 0}
         inside: list[Interval] = []
         for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
             layout = layout_of(parameter)

@@ -27,9 +27,8 @@ class ChangesByHand:
         if isinstance(value, Tensor):
             self._changes.append(checksum(value) % _MODULUS + 1)  # zeros are a change, too
         else:
-            self._changes.append(
-                hash(value) % _MODULUS + 1
-            )  # of a number the same in every process
+            # of a number the same in every process
+            self._changes.append(hash(value) % _MODULUS + 1)
 
     def add_call(self, function: str, places: Sequence[tuple[int, int]]) -> None:
         """A function in place, and on which gradients (bucket, number in it)."""

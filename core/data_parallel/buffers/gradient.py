@@ -9,7 +9,7 @@ which is then what counts until the step.
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,25 +21,22 @@ from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.changes import ChangesByHand
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.norms import global_norms
-from core.data_parallel.buffers.units import StageUnits, Unit
+from core.data_parallel.buffers.operations import (
+    ADDS,
+    ELEMENTWISE,
+    NORMS,
+    SCALES,
+    UNSCALE,
+    ZEROES,
+    aten,
+    one_norm_per_tensor,
+    only_scalars_beside,
+)
+from core.data_parallel.buffers.units import Unit
 from core.parallel_state.collectives import all_gather, all_reduce
 from core.parallel_state.environment import reading_waits
 from core.parallel_state.layout import layout_of
 
-aten = torch.ops.aten
-# in place, the same for every element
-ELEMENTWISE = {
-    aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.clamp_.default,
-    aten.clamp_max_.default, aten.clamp_min_.default, aten.neg_.default, aten.nan_to_num_.default,
-    aten.zero_.default, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_div_.Scalar,
-    aten._foreach_div_.Tensor, aten._foreach_clamp_max_.Scalar, aten._foreach_clamp_min_.Scalar,
-    aten._foreach_zero_.default, aten._foreach_neg_.default,
-}  # fmt: skip
-SCALES = {aten.mul_.Tensor, aten._foreach_mul_.Tensor}
-UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
-NORMS = {aten._foreach_norm.Scalar, aten.linalg_vector_norm.default}
-ZEROES = {aten.zero_.default, aten._foreach_zero_.default}
-ADDS = {aten.add_.Tensor, aten.add.Tensor}
 # references to an object that one attribute holds: the attribute, and getrefcount's argument
 _OWN_REFERENCES = 2
 
@@ -182,9 +179,8 @@ class BucketGradient(Tensor):
     Raises RuntimeError: its values asked for inside of a backward, or after the optimizer has used them up.
     """
 
-    _slot: weakref.ref[
-        ParameterSlot
-    ]  # Python's collector sees no `p.grad`: strong, it would free no model
+    # Python's collector sees no `p.grad`: strong, it would free no model
+    _slot: weakref.ref[ParameterSlot]
     step: int  # the number of the step whose gradient it is
     # hears of functions by hand and their results (`by_hand`)
     listener: Callable[[Any, Any], None] | None = None
@@ -273,10 +269,10 @@ class BucketGradient(Tensor):
 
         # Elementwise changes by numbers run on each rank's elements; anything else gets full gradients.
         slots = [leaf.slot for leaf in ours]
-        local = (func in ELEMENTWISE and _only_scalars_beside(leaves, cls)) or func is UNSCALE
+        local = (func in ELEMENTWISE and only_scalars_beside(leaves, cls)) or func is UNSCALE
         if not local or func is UNSCALE:
             meet(slots, str(func))
-        if func in NORMS and _one_norm_per_tensor(func, args, kwargs):
+        if func in NORMS and one_norm_per_tensor(func, args, kwargs, cls):
             norms = global_norms(slots, args[1] if len(args) > 1 else 2)
             norms = [norm.to(leaf.dtype) for norm, leaf in zip(norms, ours, strict=True)]
             if func is aten._foreach_norm.Scalar:
@@ -298,9 +294,8 @@ class BucketGradient(Tensor):
         plain_args, plain_kwargs = pytree.tree_unflatten(plain_leaves, spec)
         result = func(*plain_args, **plain_kwargs)
         if func is UNSCALE:
-            all_reduce(
-                plain_args[1], ours[0].slot.buffer.ps.world, "max"
-            )  # found_inf: one rank's skips all steps
+            # found_inf: one rank's skips all steps
+            all_reduce(plain_args[1], ours[0].slot.buffer.ps.world, "max")
         # a function in place returns its argument: ours again, not the plain tensor
         original_of = {id(plain_of[id(leaf)]): leaf for leaf in ours}
         result = pytree.tree_map(lambda leaf: original_of.get(id(leaf), leaf), result)
@@ -326,19 +321,6 @@ def _warn_of_pipeline_stages(slot: ParameterSlot) -> None:
             "clips by the norm of the model, and step() returns it",
             stacklevel=4,
         )
-
-
-def _one_norm_per_tensor(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a norm is one number per tensor, in the tensor's own dtype."""
-    if func is aten._foreach_norm.Scalar:
-        return not kwargs and all(type(tensor) is BucketGradient for tensor in args[0])
-    return len(args) <= 2 and not any(value is not None for value in kwargs.values())
-
-
-def _only_scalars_beside(leaves: Sequence[Any], cls: type) -> bool:
-    return all(
-        type(leaf) is cls or not isinstance(leaf, Tensor) or not leaf.dim() for leaf in leaves
-    )
 
 
 def meet(slots: Sequence[ParameterSlot], function: str) -> None:
@@ -396,22 +378,3 @@ def store_gradient(slot: ParameterSlot, full: Tensor, factor: float) -> None:
     if first < last:
         elements = full.detach().reshape(-1)[first - lies_at.start : last - lies_at.start]
         local_gradient_of(slot).copy_(elements.to(slot.buffer.grad_dtype) * factor)
-
-
-def make_slots(buffers: Iterable[Buffer], names: Mapping[Parameter, str]) -> list[ParameterSlot]:
-    """One per parameter, in the order of the buckets."""
-    slots = []
-    for buffer in buffers:
-        for index, parameter in enumerate(buffer.parameters):
-            slots.append(ParameterSlot(parameter, names[parameter], buffer, index))
-    return slots
-
-
-def set_units(slots: Iterable[ParameterSlot], stage_units: Iterable[StageUnits]) -> None:
-    """Tell each slot which layer is gathered and freed with its parameter."""
-    unit_of: dict[Parameter, Unit] = {}
-    for units in stage_units:
-        for unit in units.layers:
-            unit_of.update(dict.fromkeys(unit.parameters, unit))
-    for slot in slots:
-        slot.unit = unit_of.get(slot.parameter)

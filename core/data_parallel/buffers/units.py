@@ -101,9 +101,8 @@ class StageUnits:
                 if module is unit.module:
                     self._in_root_forward = False
 
-            self._hooks.append(
-                unit.module.register_forward_hook(leave, always_call=True)
-            )  # of a forward that raised
+            # of a forward that raised
+            self._hooks.append(unit.module.register_forward_hook(leave, always_call=True))
 
     def _before_forward(self, unit: Unit, position: int | None) -> None:
         if position is None:

@@ -95,8 +95,7 @@ def _broadcast_first(module: Modules, ps: ParallelState) -> None:
             continue
         if group is not None and tensor.numel() and tensor.layout is torch.strided:
             values = tensor.detach().contiguous()
-            broadcast(
-                values.reshape(-1).view(torch.uint8), group
-            )  # as bytes: backends do not send every dtype
+            # as bytes: backends do not send every dtype
+            broadcast(values.reshape(-1).view(torch.uint8), group)
             if not tensor.is_contiguous():
                 tensor.copy_(values)

@@ -71,9 +71,8 @@ class Weights:
     _gathering: PendingCollective | None
 
     def _build_weights(self, device: torch.device) -> None:
-        on_meta = all(
-            map(without_memory, self.parameters)
-        )  # see core/data_parallel/buffers/meta.py
+        # see core/data_parallel/buffers/meta.py
+        on_meta = all(map(without_memory, self.parameters))
         # empty memory that is never written costs nothing, and a model on meta may be too large for one device
         new_tensor = torch.empty if on_meta and self.stage == 3 else torch.zeros
         flat = new_tensor(self.bucket.size, dtype=self.dtype, device=device)
@@ -110,9 +109,8 @@ class Weights:
             self.free()
         else:
             self._set_data(self._full_weights)
-        self._versions_published = sum(
-            parameter._version for parameter in self.parameters
-        )  # stages 0 to 2
+        # stages 0 to 2
+        self._versions_published = sum(parameter._version for parameter in self.parameters)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         pairs = zip(self.bucket.slots, self.parameters, strict=True)

@@ -20,9 +20,10 @@ from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
 
 if TYPE_CHECKING:
+    # needs an extra: imported where it is used
     from core.datasets.tokenizers.trained import (
         Tokenizer,
-    )  # needs an extra: imported where it is used
+    )
 
 _FORMAT = 3
 _TEXTS_AT_ONCE = 64  # bounds memory: the library keeps offsets for every token of a batch

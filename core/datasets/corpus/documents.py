@@ -164,9 +164,8 @@ def _document_lengths(counts: npt.NDArray[np.int64], ends: list[bool]) -> npt.ND
     """Tokens of each document, from the tokens of each text; the last document may be without its end."""
     if not ends:
         return np.zeros(0, np.int64)
-    tokens_before = np.concatenate(
-        [[0], np.cumsum(counts)]
-    )  # the tokens before each text, and of all
+    # the tokens before each text, and of all
+    tokens_before = np.concatenate([[0], np.cumsum(counts)])
     boundaries = [0, *(np.flatnonzero(ends) + 1).tolist()]
     if not ends[-1]:
         boundaries.append(len(ends))

@@ -113,9 +113,8 @@ class _Unpacked(io.RawIOBase):
         if self.damage is not None:
             return 0
         try:
-            return self._reader.readinto1(
-                buffer
-            )  # not `readinto`, which loses what precedes an error
+            # not `readinto`, which loses what precedes an error
+            return self._reader.readinto1(buffer)
         except self._errors as error:
             self.damage = error
             return 0

@@ -59,9 +59,8 @@ def standard_library(root: Path | None = None) -> SourceFiles:
     root = Path(sysconfig.get_path("stdlib")) if root is None else root
     names = []
     for directory, subdirectories, files in os.walk(root):
-        subdirectories[:] = [
-            name for name in subdirectories if _belongs(name)
-        ]  # pruned: site-packages can be huge
+        # pruned: site-packages can be huge
+        subdirectories[:] = [name for name in subdirectories if _belongs(name)]
         folder = Path(directory).relative_to(root)
         names += [
             (folder / file).as_posix() for file in files if file.endswith(".py") and _belongs(file)

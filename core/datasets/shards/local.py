@@ -17,9 +17,8 @@ from core.datasets.prefix_lock import LockedError, release_lock, take_lock
 from core.datasets.shards.manifest import Manifest
 from core.datasets.token_file import TokenFile, file_paths
 
-Fetch = Callable[
-    [str, Path], None
-]  # (name of the shard, folder): puts name.bin, name.idx and what lies beside there
+# (name of the shard, folder): puts name.bin, name.idx and what lies beside there
+Fetch = Callable[[str, Path], None]
 _POLL_S = 0.2  # how often a process looks that waits for the one that fetches
 
 

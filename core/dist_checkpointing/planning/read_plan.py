@@ -19,9 +19,8 @@ from core.parallel_state.flat import Box, flat_boxes, flat_intervals, intersect,
 
 ROUND_BYTES = 64 << 20
 
-Requesters = dict[
-    Box, tuple[int, ...]
-]  # of one cell: each requested box of it -> the ranks that request it
+# of one cell: each requested box of it -> the ranks that request it
+Requesters = dict[Box, tuple[int, ...]]
 Deliveries = tuple[tuple[Box, tuple[int, ...]], ...]  # (box, the ranks that request it)
 
 
@@ -197,9 +196,8 @@ def _unit_runs(
     A sweep: each requested box opens and closes at unit numbers; between two of these the open boxes do not change.
     """
     unit_grid = tuple([size // unit for size, unit in zip(chunks.cell, chunks.unit, strict=True)])
-    edges: dict[int, list[tuple[bool, Box]]] = defaultdict(
-        list
-    )  # unit number -> (opens there, box)
+    # unit number -> (opens there, box)
+    edges: dict[int, list[tuple[bool, Box]]] = defaultdict(list)
     for box in sorted(requesters):
         touched = []
         for (start, stop), position, size, unit in zip(
@@ -298,9 +296,8 @@ class _Rounds:
             size = padded_bytes(part_box, itemsize)
             receive_bytes += size
             send_bytes += size * (len(ranks) - (reader in ranks))
-        send_bytes = max(
-            read_bytes, send_bytes
-        )  # the larger of two buffers limits the round: read, and sent
+        # the larger of two buffers limits the round: read, and sent
+        send_bytes = max(read_bytes, send_bytes)
         # all receivers take part in one all-to-all: those in an earlier round move on to the latest one of them
         current = receivers.pick(self._current)
         number = max(current)

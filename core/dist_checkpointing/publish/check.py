@@ -30,9 +30,8 @@ from core.parallel_state.flat import Box, extent, volume
 _MALFORMED = (KeyError, TypeError, ValueError, ZeroDivisionError)
 _MAX_READ_BYTES = 64 << 20  # of a cell, at once; ours have 16 MiB
 Problems = dict[str, str]  # file -> what is wrong with it
-ForEach = Callable[
-    [Callable[[str], str | None], Iterable[str]], Problems
-]  # (check of one file, files) -> problems
+# (check of one file, files) -> problems
+ForEach = Callable[[Callable[[str], str | None], Iterable[str]], Problems]
 Node = dict[str, Any]  # the content of a zarr.json
 
 
@@ -85,9 +84,8 @@ def check_before_reading(directory: CheckpointDir) -> list[str]:
 def _for_each(jobs: int, check_file: Callable[[str], str | None], paths: Iterable[str]) -> Problems:
     """What `check_file` says of the paths, in threads: each is mostly waiting for a disk or a network."""
     paths = list(paths)
-    jobs = max(
-        1, min(jobs, len(paths) // 8)
-    )  # a thread for less than eight files costs more than it saves
+    # a thread for less than eight files costs more than it saves
+    jobs = max(1, min(jobs, len(paths) // 8))
 
     def check_share(first: int) -> Problems:
         problems = {}

@@ -121,9 +121,8 @@ def commit(
     files = _union(_parsed(directory, receipts))
     _check_planned(files, planned, world_size)
     if merged:
-        directory.remove_folder(
-            f"{uuid}.{FOLDER}"
-        )  # it is empty: the merging ranks removed what was in it
+        # it is empty: the merging ranks removed what was in it
+        directory.remove_folder(f"{uuid}.{FOLDER}")
     for rank, data in receipts.items():
         files[_receipt(rank)] = len(data), json_crc(data)
     # 3. the manifest, and the atomic rename or conditional put after which the checkpoint exists

@@ -16,9 +16,8 @@ from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 
 _COMPLETE = ".index.json"
 _TAKEN = re.compile(r"\.index/([^./][^/]*)/taken")
-_MARK = re.compile(
-    r"(?:\.index/)?([^./][^/]*)/([0-9a-f]{32})\.(heartbeat|trash)"
-)  # all else is not ours
+# all else is not ours
+_MARK = re.compile(r"(?:\.index/)?([^./][^/]*)/([0-9a-f]{32})\.(heartbeat|trash)")
 _POINTER = "/manifest.json"
 
 

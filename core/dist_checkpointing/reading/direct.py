@@ -86,9 +86,8 @@ class DirectReader:
         """Waits for all. Raises ValueError: the first cell that is missing or damaged."""
         # emptied first: after a failure the reader can be used again
         running, self._running = self._running, []
-        errors = [
-            future.exception() for future in running
-        ]  # waits for every one: their memory is the caller's
+        # waits for every one: their memory is the caller's
+        errors = [future.exception() for future in running]
         for error in errors:
             if error is None:
                 continue

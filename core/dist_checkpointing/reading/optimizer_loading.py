@@ -164,9 +164,8 @@ class OptimizerLoad:
             loaded: dict[str, Any] = {}
             for kind, state in states.items():
                 loaded[kind] = values.get(state.key) if isinstance(state, ShardedObject) else state
-            optimizer_state.pop(
-                tensor, None
-            )  # what the checkpoint does not have must not stay from before
+            # what the checkpoint does not have must not stay from before
+            optimizer_state.pop(tensor, None)
             if loaded:
                 optimizer_state[tensor] = loaded
         for parameter in self._parameters:

@@ -15,9 +15,8 @@ from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, volume
 
 BUDGET = 64 << 20  # bytes in flight, and bytes staged
-Target = tuple[
-    Box, Tensor
-]  # a box of the full array, and the memory of exactly that shape that it goes to
+# a box of the full array, and the memory of exactly that shape that it goes to
+Target = tuple[Box, Tensor]
 
 
 @dataclass

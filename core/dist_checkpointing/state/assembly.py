@@ -114,9 +114,8 @@ def paths(source: TensorSource) -> list[str]:
 
 
 def _sources(concat: Concat) -> list[TensorSource]:
-    return [
-        source for source in concat.sources if not isinstance(source, str)
-    ]  # `KeyMapping` left no plain keys
+    # `KeyMapping` left no plain keys
+    return [source for source in concat.sources if not isinstance(source, str)]
 
 
 def assemble(source: TensorSource, stored: StoredCheckpoint) -> Assembly:

@@ -12,9 +12,8 @@ from typing import Any
 from core.dist_checkpointing.state.mapping import ShardedTensor
 from core.parallel_state.flat import slices
 
-Intervals = list[
-    tuple[int, int]
-]  # of one dim of the full tensor, in the order in which they lie in memory
+# of one dim of the full tensor, in the order in which they lie in memory
+Intervals = list[tuple[int, int]]
 
 
 def mesh_size(tensor: Any) -> int:

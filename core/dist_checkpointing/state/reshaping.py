@@ -31,9 +31,8 @@ def resolved_shape(requested: Shape, shape: Shape) -> Shape:
         raise ValueError(
             f"{shape} has {prod(shape)} elements, {requested} has {abs(prod(resolved))}; give another shape"
         )
-    _finer_dims(
-        _without_ones(shape), _without_ones(resolved)
-    )  # raises where dims would be cut across
+    # raises where dims would be cut across
+    _finer_dims(_without_ones(shape), _without_ones(resolved))
     return resolved
 
 

@@ -17,10 +17,8 @@ from core.dist_checkpointing.storage.context import CONTEXT
 from core.dist_checkpointing.storage.fs import Fs, check_regular
 from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 
-_SECRET = {
-    "aws_credentials",
-    "gcs_user_project",
-}  # entries of a specification that an open store does not show
+# entries of a specification that an open store does not show
+_SECRET = {"aws_credentials", "gcs_user_project"}
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

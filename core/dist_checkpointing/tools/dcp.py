@@ -68,9 +68,8 @@ class DcpContents:
     version: str
 
 
-ByteRanges = dict[
-    tuple[str, tuple[int, ...] | None], ByteRange
-]  # by name and offset; None: of a value
+# by name and offset; None: of a value
+ByteRanges = dict[tuple[str, tuple[int, ...] | None], ByteRange]
 
 
 class _Record:
@@ -157,9 +156,8 @@ def read_dcp(folder: str) -> DcpContents:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_METADATA_BYTES:
                 raise ValueError(f"it has {size} bytes, at most {MAX_METADATA_BYTES} are read")
-            data = io.BytesIO(
-                file.read()
-            )  # from memory: no opcode can ask for more bytes than there are
+            # from memory: no opcode can ask for more bytes than there are
+            data = io.BytesIO(file.read())
         return _contents(folder, _Unpickler(data).load())
     except OSError:
         raise

@@ -94,9 +94,8 @@ def _layers(name: str, box: Box, info: ArrayInfo) -> list[tuple[str, Box]]:
         stack = match[0]
     if not info.stacked or not stack:
         return [(name, box)]
-    suffix = name[
-        len(stack) :
-    ]  # `decoder.layers` and `.norm.weight` -> `decoder.layers.7.norm.weight`
+    # `decoder.layers` and `.norm.weight` -> `decoder.layers.7.norm.weight`
+    suffix = name[len(stack) :]
     numbers = info.layer_numbers
     return [
         (f"{stack}.{numbers[row]}{suffix}", ((row, row + 1), *box[1:])) for row in range(*box[0])

@@ -37,9 +37,8 @@ class PinnedStage:
     def reserve(self, size: int) -> None:
         """Make it at least `size` bytes. Raises RuntimeError: no memory."""
         if size > self._memory.numel():
-            self._memory = torch.empty(
-                0, dtype=torch.uint8
-            )  # the old one goes before the new one comes
+            # the old one goes before the new one comes
+            self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:

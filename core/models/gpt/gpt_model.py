@@ -115,9 +115,8 @@ class GPTModel(nn.Module):
         self.stacks = {"decoder.layers": stack_of(config)}  # names are global, whatever the stage
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
-        self.place = replace(
-            build.place, filled_by_model=False
-        )  # of adapters, which come when all else is filled
+        # of adapters, which come when all else is filled
+        self.place = replace(build.place, filled_by_model=False)
         # Tied ends on two pipeline ranks are two copies: their gradients are summed over an "embedding" group.
         across_stages = self.tied and not (
             ends_share_a_rank or (self.pre_process and self.post_process)

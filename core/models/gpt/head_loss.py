@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from core.autograd import Comm, StageContext, main_grad_of
 from core.autograd.gradients import delivers, no_second_derivative, overwritten
 from core.autograd.products import add_product
-from core.autograd.recomputation.region import recomputed_region
+from core.autograd.recomputation.two_runs import recomputed_region
 from core.parallel_state.collectives import Group, all_gather
 from core.tensor_parallel.cross_entropy import compute_dtype, exp_sums, logits_to_gradient
 
@@ -85,9 +85,8 @@ class _HeadLoss(torch.autograd.Function):
         flat = whole.reshape(-1, whole.shape[-1])
         dtype = compute_dtype(held.dtype)
         found = _Labels(labels.reshape(-1), weight.shape[0], group, vocab, ignore)
-        local = torch.empty(
-            3, flat.shape[0], dtype=dtype, device=x.device
-        )  # max, sum of exponentials, label's logit
+        # max, sum of exponentials, label's logit
+        local = torch.empty(3, flat.shape[0], dtype=dtype, device=x.device)
         for rows, logits in _chunks(flat, matrix, chunk, found.true_columns):
             local[2, rows] = logits.gather(1, found.local[rows, None])[:, 0].to(dtype)
             local[0, rows], local[1, rows] = exp_sums(logits)

@@ -76,9 +76,8 @@ def export_huggingface(
         temporary = _new_folder(opened, folder, files)
         in_order = read_in_order([(stored[part.key], part.layer) for part in parts])
         write_files(temporary, files, ours.values_of, progress)
-        assert (
-            next(in_order, None) is None
-        )  # the end is where it raises if a file is not the one that was saved
+        # the end is where it raises if a file is not the one that was saved
+        assert next(in_order, None) is None
         form.companions(temporary, files[0][0].dtype)
         if check:
             return _largest_difference(temporary, checkpoint, form.model)

@@ -62,9 +62,8 @@ def import_huggingface(
         cell = cell_of(info)
         metadata[key] = array_metadata(info, cell, inner_shape(cell))
     attributes = {"paracore": {"format": FORMAT, "objects": {}, "derived": {}}}
-    said = description_of(
-        **model_form.arguments()
-    )  # so that it can be exported, and continued, by itself
+    # so that it can be exported, and continued, by itself
+    said = description_of(**model_form.arguments())
     run = {
         "imported": {"from": "huggingface", "folder": Path(folder).name},
         "model": said,

@@ -61,9 +61,8 @@ class _Warmup(_CheckedSchedule):
 
     @property
     def _warmup(self) -> int:
-        return max(
-            2, self.warmup_num_steps
-        )  # log 1 is 0: DeepSpeed's warm-ups have at least two steps
+        # log 1 is 0: DeepSpeed's warm-ups have at least two steps
+        return max(2, self.warmup_num_steps)
 
     def _warmup_share(self, step: int) -> float:
         """Share of the warm-up that is done at its step `step`."""

@@ -73,9 +73,8 @@ def stochastic_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     # A bfloat16 is the upper half of a float32. Adding random lower bits carries into the upper half, one step up,
     # with the probability (lower bits / 2**16); then the lower half is cut off.
     rounded = (x.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(x == x, rounded, x).to(
-        torch.bfloat16
-    )  # NaN could carry into the sign; infinities do not
+    # NaN could carry into the sign; infinities do not
+    return torch.where(x == x, rounded, x).to(torch.bfloat16)
 
 
 def global_index(layout: Layout, start: list[int], shape: tuple[int, ...], index: Tensor) -> Tensor:

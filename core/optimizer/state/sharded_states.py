@@ -34,9 +34,8 @@ class OptimizerShard:
     interval: tuple[int, int] | None = None
 
 
-Views = list[
-    tuple[Tensor, ParameterShard]
-]  # live elements of one state of one parameter, ascending
+# live elements of one state of one parameter, ascending
+Views = list[tuple[Tensor, ParameterShard]]
 States = Mapping[str, Mapping[str, Tensor | OptimizerShard]]
 
 

@@ -86,9 +86,8 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
     cell_width = _column(label_time, scale)
     if panel_width > cell_width:
         panel_width -= panel_width % cell_width
-    last_column = max(
-        len(line.rstrip(". ")) for line in lines
-    )  # no panel for the end of the last cell alone
+    # no panel for the end of the last cell alone
+    last_column = max(len(line.rstrip(". ")) for line in lines)
     panels = []
     for begin in range(0, last_column, panel_width):
         panel = ""

@@ -16,9 +16,8 @@ from core.parallel_state.random import mix32
 
 # tensors are [b, ...]; see split_microbatches for the rest
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
-LossFn = Callable[
-    [Any, Any], tuple[Tensor, Tensor | float]
-]  # (output, microbatch) -> (loss_sum, num_tokens)
+# (output, microbatch) -> (loss_sum, num_tokens)
+LossFn = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
 
 @dataclass(frozen=True, eq=False)

@@ -110,9 +110,8 @@ class ListScheduler:
     def __init__(self, problem: SchedulingProblem, limits: Sequence[float], policy: Policy) -> None:
         self.problem, self.policy = problem, policy
         self.memory = ActivationMemory(problem, limits, policy.careful)
-        self.priority = [
-            policy.kinds.index(kind) for kind in KINDS
-        ]  # by kind; the smallest goes first
+        # by kind; the smallest goes first
+        self.priority = [policy.kinds.index(kind) for kind in KINDS]
         self.done_count = [[0] * problem.stages for _ in KINDS]  # microbatches by kind and stage
         # (stage, microbatch) whose W waits, per rank, oldest first
         self.waiting_weights: list[deque[tuple[int, int]]] = [deque() for _ in range(problem.ranks)]
@@ -120,9 +119,8 @@ class ListScheduler:
         self.orders: IntegerOrders = [[] for _ in range(problem.ranks)]
         self.free_at = [0.0] * problem.ranks
         self.entry_interval = policy.pace * problem.time_per_microbatch
-        self.events = [
-            (0.0, rank) for rank in range(problem.ranks)
-        ]  # a heap: when to look at which rank
+        # a heap: when to look at which rank
+        self.events = [(0.0, rank) for rank in range(problem.ranks)]
 
     def arrival(self, action: int) -> float:
         """When the input of an action is there (-1: not yet known)."""

@@ -30,9 +30,8 @@ def errors_as_one_line() -> Iterator[None]:
             say_mistake("interrupted")
         raise SystemExit(130) from None
     except RuntimeError as error:
-        lost_connection = rank and "onnection" in str(
-            error
-        )  # another rank has left, and prints why
+        # another rank has left, and prints why
+        lost_connection = rank and "onnection" in str(error)
         if not lost_connection:
             show_crash(error)
             raise

@@ -171,9 +171,8 @@ class MemoryReport:
             del executor.step  # only the first step is watched
             after_forward: list[Usage] = []
             batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            probe = LiveBytes(
-                *self._counted_tensors(), *batch
-            )  # what exists already is no activation
+            # what exists already is no activation
+            probe = LiveBytes(*self._counted_tensors(), *batch)
 
             def forward_done(module: nn.Module, inputs: Any, output: Any) -> None:
                 if not after_forward and torch.is_grad_enabled():

@@ -36,9 +36,8 @@ class Sample:
         whole = tokenizer.decode(list(tokens))
         if whole.startswith(begins):
             return cls(begins, whole[len(begins) :])
-        return cls(
-            begins, tokenizer.decode(list(tokens[len(prompt) :]))
-        )  # a character of two tokens between them
+        # a character of two tokens between them
+        return cls(begins, tokenizer.decode(list(tokens[len(prompt) :])))
 
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")

@@ -43,9 +43,8 @@ class BatchPlan:
             if row >= end:
                 continue
             found.append(BatchPhase(step, row, size))
-            steps = -(
-                -(end - row) // size
-            )  # the step in which the size grows is still of the smaller one
+            # the step in which the size grows is still of the smaller one
+            steps = -(-(end - row) // size)
             step, row = step + steps, row + steps * size
         return (*found, BatchPhase(step, row, self.global_batch_size))
 

@@ -189,9 +189,8 @@ class Corpus:
             return
         for _, source in self.valid_parts:
             labels = source.num_tokens - 1  # the first token is no label
-            batches = min(
-                remaining_batches, -(-labels // tokens_per_batch)
-            )  # the last one may be short
+            # the last one may be short
+            batches = min(remaining_batches, -(-labels // tokens_per_batch))
             yield source.tokens(0, min(source.num_tokens, batches * tokens_per_batch))
             remaining_batches -= batches
 

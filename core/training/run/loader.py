@@ -115,9 +115,8 @@ def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str,
     def moved(x: Tensor) -> Tensor:
         if device.type == "cpu":
             return x.to(device)
-        return x.pin_memory().to(
-            device, non_blocking=True
-        )  # a copy of pageable memory would stop the host
+        # a copy of pageable memory would stop the host
+        return x.pin_memory().to(device, non_blocking=True)
 
     def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: x if name == "document_begin" else moved(x) for name, x in batch.items()}

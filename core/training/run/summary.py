@@ -153,9 +153,8 @@ def tell(
     say(
         f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n{sample.written}\n---"
     )
-    last = {
-        record.name: record.bits_per_byte for record in log.validations
-    }  # later ones replace earlier ones
+    # later ones replace earlier ones
+    last = {record.name: record.bits_per_byte for record in log.validations}
     if baselines or last:
         say(
             "bits per byte: "

@@ -107,9 +107,8 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 def _from_file(path: Path) -> dict[str, Any]:
     fields_by_name = known_fields()
     values = read_toml(path, fields_by_name).values
-    return {
-        name: value for name, value in values.items() if name in fields_by_name
-    }  # without other versions' fields
+    # without other versions' fields
+    return {name: value for name, value in values.items() if name in fields_by_name}
 
 
 def _newest(target: str) -> str:

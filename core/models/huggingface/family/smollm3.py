@@ -42,9 +42,8 @@ class SmolLM3(LlamaLike):
 
     def layer_types(self, facts: Facts) -> list[str]:
         """Where they are not said, the layers that do not rotate have the window."""
-        facts.get(
-            "max_window_layers"
-        )  # of Qwen2's configuration, whose name its files carry; no code reads it
+        # of Qwen2's configuration, whose name its files carry; no code reads it
+        facts.get("max_window_layers")
         by_layer = facts.get("layer_types")
         if by_layer is not None:
             return list(by_layer)

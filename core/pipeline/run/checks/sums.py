@@ -92,9 +92,8 @@ class SumsWatch:
         result, states = self._result, self._states
         assert result is not None
         takes_tokens = hasattr(optimizer, "shard")
-        given = kwargs.get(
-            "num_tokens", args[1] if len(args) > 1 else None
-        )  # args[0] is the optimizer
+        # args[0] is the optimizer
+        given = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)
         if takes_tokens and given is not None and not callable(given):
             return
         parameters = [

@@ -93,9 +93,8 @@ def initialize(
         training_model.loader = Loader(
             source, ps, train_steps, start, lambda: checkpoints.stopped, accumulation
         )
-    atexit.register(
-        checkpoints.close
-    )  # runs before the world is left: the last registered is the first
+    # runs before the world is left: the last registered is the first
+    atexit.register(checkpoints.close)
     return Initialized(
         training_model, optimizer, training_model.lr_scheduler, training_model.loader
     )
