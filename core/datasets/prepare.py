@@ -44,15 +44,14 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__.partition(": ")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
         help="files and directories, read recursively",
     )
-    add(
+    parser.add_argument(
         "--output",
         required=True,
         metavar="PREFIX",
@@ -68,44 +67,49 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help=f"learn a vocabulary of SIZE tokens from the first {LEARNED_BYTES >> 20} MiB of the text",
     )
-    add(
+    _add_document_options(parser)
+    return parser
+
+
+def _add_document_options(parser: argparse.ArgumentParser) -> None:
+    """What is read as text, what a document is in it, and how it ends."""
+    parser.add_argument(
         "--end-of-text",
         metavar="TOKEN",
         help="which token ends a document, where tokenizer.json does not tell",
     )
-    add(
+    parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="close documents with that token",
     )
-    add(
+    parser.add_argument(
         "--documents",
         choices=DOCUMENTS,
         default="file",
         help="what a document is in a text file (default: file)",
     )
-    add(
+    parser.add_argument(
         "--text-key",
         default="text",
         metavar="KEY",
         help="of JSON lines, or column of a table (default: text)",
     )
-    add(
+    parser.add_argument(
         "--glob",
         action="append",
         default=[],
         metavar="PATTERN",
         help="read these names as text too; repeatable",
     )
-    add(
+    parser.add_argument(
         "--workers",
         type=int,
         default=None,
         metavar="N",
         help=f"processes (default: cores, {available_cores()} here)",
     )
-    return parser
 
 
 def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:

@@ -11,13 +11,11 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 
 from core.dist_checkpointing.planning.cuts import check_layout
 from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
 from core.dist_checkpointing.publish.manifest import MANIFEST, SIGNATURE, read_manifest
-from core.dist_checkpointing.publish.retention import MODES, Retention
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.address import below
 from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
@@ -28,6 +26,7 @@ from core.dist_checkpointing.tools.offline import check_new, write_offline
 from core.dist_checkpointing.tools.reshard import GOOD_AMPLIFICATION, amplification, copy, cut_for
 from core.dist_checkpointing.tools.show import facts, text
 from core.dist_checkpointing.tools.sign import sign, unsigned
+from core.dist_checkpointing.tools.steps import add_step_commands
 
 PATH = (
     "a checkpoint, or a directory of steps, of which the newest is taken; or a URL (gs://, s3://)"
@@ -202,53 +201,6 @@ def _import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _tag(options: argparse.Namespace) -> int:
-    root = CheckpointRoot(options.root)
-    if options.delete:
-        if options.name not in root.tags():
-            raise ValueError(
-                f"{root.url} has no tag {options.name}; tags there: {', '.join(root.tags()) or 'none'}"
-            )
-        root.untag(options.name)
-    elif options.name is not None:
-        if options.step is None and not root.steps():
-            raise FileNotFoundError(f"{options.root} holds no steps; give the directory above them")
-        root.tag(options.name, options.step if options.step is not None else root.steps()[-1])
-    for name, step in sorted(root.tags().items()):
-        print(f"{name} {step_name(step)}")
-    return 0
-
-
-def _prune(options: argparse.Namespace) -> int:
-    root = CheckpointRoot(options.root)
-    rules = {field.name: getattr(options, field.name) for field in fields(Retention)}
-    # an object store shows no age of heartbeats: they are watched for a while
-    root.watch()
-    if not root.steps() and not root.leftovers(thorough=True):
-        raise FileNotFoundError(
-            f"{options.root} holds no steps, nor what killed jobs left; give the directory above"
-        )
-    if options.dry_run:
-        removed = root.surplus(**rules)
-        verb = "would remove"
-        swept = root.leftovers(thorough=True)
-    else:
-        lock = root.lock()
-        try:
-            # first: it makes the index of an object store complete
-            swept = root.sweep(thorough=True)
-            removed, verb = root.retain(**rules), "removed"
-        finally:
-            lock.release()
-    for name in [*map(step_name, removed), *swept]:
-        say(f"{verb} {name}")
-    remaining = len(set(root.steps()) - set(removed))
-    say(
-        f"{root.url}: {verb} {len(removed)} steps, {remaining} {'would be' if options.dry_run else 'are'} kept"
-    )
-    return 0
-
-
 def _size_and_time(nbytes: int, begin: float) -> str:
     seconds = time.perf_counter() - begin
     return f"{size_text(nbytes)} in {seconds:.1f} s"
@@ -291,10 +243,12 @@ def _parser() -> argparse.ArgumentParser:
     diff.set_defaults(run=_diff)
 
     _add_writing_commands(commands)
+    add_step_commands(commands)
     return parser
 
 
 def _add_writing_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Commands that make another checkpoint, or files for other programs."""
     reshard = commands.add_parser(
         "reshard", help="a copy for another layout, if one is needed at all"
     )
@@ -313,34 +267,6 @@ def _add_writing_commands(commands: "argparse._SubParsersAction[argparse.Argumen
         help="weights as mp_rank_XX/*.safetensors, for other programs",
     )
     reshard.set_defaults(run=_reshard)
-
-    prune = commands.add_parser("prune", help="remove old steps, and what killed jobs left")
-    prune.add_argument("root", help="a directory of steps, or a URL")
-    prune.add_argument(
-        "--keep-last", type=int, required=True, metavar="N", help="newest steps to keep"
-    )
-    prune.add_argument("--keep-every", type=int, metavar="N", help="keep multiples of N too")
-    prune.add_argument("--keep-hours", type=float, metavar="H", help="keep one per H hours too")
-    prune.add_argument(
-        "--keep-best", metavar="METRIC", help="keep those with the smallest values of a metric too"
-    )
-    prune.add_argument(
-        "--keep-best-count", type=int, default=1, metavar="N", help="how many (default 1)"
-    )
-    prune.add_argument(
-        "--keep-best-mode", choices=MODES, default="min", help="max: the largest values"
-    )
-    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
-    prune.set_defaults(run=_prune)
-
-    tag = commands.add_parser(
-        "tag", help="let a name stand for a step, which is then kept; without a name: list them"
-    )
-    tag.add_argument("root", help="a directory of steps, or a URL")
-    tag.add_argument("name", nargs="?", help="letters, digits, _.=+-")
-    tag.add_argument("--step", type=int, metavar="N", help="default: the newest")
-    tag.add_argument("--delete", action="store_true", help="remove the tag, not the step")
-    tag.set_defaults(run=_tag)
 
     export_parser = commands.add_parser("export", help="the model's weights in another format")
     export_parser.add_argument("source", help=PATH)

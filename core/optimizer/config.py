@@ -110,7 +110,7 @@ class OptimizerConfig:
             object.__setattr__(self, "freeze", (self.freeze,))
         raise_all("OptimizerConfig", self._rules())
 
-    def _rules(self) -> Iterator[tuple[bool, str]]:
+    def _schedule_rules(self) -> Iterator[tuple[bool, str]]:
         known = (*LR_SCHEDULES, *SCHEDULES)
         yield (
             self.lr_schedule in known,
@@ -136,10 +136,14 @@ class OptimizerConfig:
         for name in too_large:
             yield False, f"{name}={getattr(self, name)} must be at most 2**62"
         if self.lr_schedule in known and not too_large:
+            # a schedule checks its own fields when it is made
             try:
-                _ = self.learning_rate  # a schedule checks its own fields when it is made
+                _ = self.learning_rate
             except ValueError as error:
                 yield False, str(error)
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield from self._schedule_rules()
         yield self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0"
         decay_of = self.weight_decay_of
         yield (

@@ -4,7 +4,7 @@ This is mixed-precision training with float32 main (master) weights and ZeRO's d
 (arXiv 1910.02054): unscaling, averaging and gradient clipping are one factor inside the fused update.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import DataParallel
-from core.optimizer.averages import Averages
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import GroupOptions, Groups
+from core.optimizer.saved import SavedStates
 from core.optimizer.state.flat_shard import (
     Decays,
     Span,
@@ -26,18 +26,10 @@ from core.optimizer.state.kernels import Batch, Factor, Kernel
 from core.optimizer.state.main_dtype import main_dtype
 from core.optimizer.state.offload import Offload
 from core.optimizer.state.rounding import Rounding
-from core.optimizer.state.sharded_states import (
-    OptimizerShard,
-    States,
-    checkpoint_states,
-    load_states,
-    optimizer_shards,
-)
 from core.optimizer.state.state_buffers import (
     StateBuffer,
     allocate_states,
     make_state_buffers,
-    state_bytes,
 )
 from core.optimizer.state.streamed import Streamer
 from core.optimizer.step.loss_scale import LossScale
@@ -45,11 +37,10 @@ from core.optimizer.step.reached import Reached
 from core.optimizer.step.skips import Skips
 from core.optimizer.step.step_stats import CLIP_EPS, StepStats
 from core.optimizer.step.watch import GradientWatch
-from core.optimizer.torch_face import TorchFace
 from core.parallel_state.layout import Layout
 
 
-class ShardedOptimizer(Averages, TorchFace):
+class ShardedOptimizer(SavedStates):
     """An update (`kernel`) over the flat buffers of a `DataParallel`, at any ZeRO stage and in one process, too.
 
     A torch.optim.Optimizer: param_groups, schedulers, closures, hooks and `zero_grad` mean what they do there.
@@ -148,18 +139,6 @@ class ShardedOptimizer(Averages, TorchFace):
         """The rate of the next step, of the first param group."""
         self._groups.follow(self.rate_step)
         return float(self.param_groups[0]["lr"])
-
-    @property
-    def rate_step(self) -> int:
-        """What the rate follows: `step_count`; of float16 under DeepSpeed's schedules without the skipped ones."""
-        if self._scaler is not None and self._groups.leaves_out_skipped:
-            return self.step_count - self.skipped_steps
-        return self.step_count
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many of `step_count` were skipped (waits for the device)."""
-        return self._skips.count
 
     @property
     def loss_scale(self) -> float | Tensor:
@@ -339,97 +318,3 @@ class ShardedOptimizer(Averages, TorchFace):
         """Forget all gradients; see `DataParallel.zero_grad`."""
         self.shard.zero_grad(set_to_none)
         self._gradients_used = False
-
-    # states and checkpoints
-
-    @torch.no_grad()
-    def reload_parameters(self) -> None:
-        """Take the main weights, and their average, from the weights again, after these were changed by hand."""
-        for state_buffer in self._state_buffers:
-            if state_buffer.main is not None:
-                state_buffer.main.copy_(state_buffer.weights)
-        self.begin_average()
-
-    def states(self, *, own_mains: bool = True) -> dict[str, dict[str, OptimizerShard]]:
-        """name -> kind ("main" and the update's) -> this rank's shard; live views, at stage 0 of full local tensors,
-        else of intervals. A parameter that an offload's fraction cuts is a joined copy in host memory.
-
-        own_mains: "main" also of weights that are their own main weights.
-        With `step_count`, `skipped_steps` and the loss scale this is everything that a step depends on.
-        """
-        self._refuse_lent("its states would be those of other weights")
-        full_shapes = self.shard.zero_stage == 0
-        return optimizer_shards(
-            self._state_buffers, self.ps, full_shapes=full_shapes, own_mains=own_mains
-        )
-
-    def memory(self) -> tuple[int, int]:
-        """Bytes of the states and main weights: on the weights' device, and offloaded."""
-        return state_bytes(self._state_buffers)
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """All states and counts, for `dist_checkpointing.save` and `load`; live memory.
-
-        Weights that are their own main weights are saved with the model only. After a load call
-        `load_state_dict(state)`.
-        """
-        self._refuse_lent("a checkpoint would hold it as the weights")
-        counts = self._counts(self._reached.of_all_stages())
-        return checkpoint_states(self._state_buffers, self.shard, counts)
-
-    def _counts(self, behind: Mapping[str, int] | None = None) -> dict[str, Any]:
-        steps: Any = self.step_count
-        behind = self._reached.behind if behind is None else behind
-        if (groups := self._groups.changed()) or behind:
-            steps = {"steps": steps, "behind": behind, "groups": groups}
-        counts = {"step_count": steps, "skipped_steps": self.skipped_steps}
-        if self._scaler is not None:
-            counts["loss_scale"] = self._scaler.state()
-        return counts
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave on this rank at the same layout; or, after a checkpoint filled the memory that
-        `sharded_state_dict` named, the counts from `state`.
-
-        Weights stay as they are, a model is loaded by itself; but `shard.publish()` sends them to all ranks.
-        Raises ValueError: another rank's shard.
-        """
-        if "local" in state or "step_count" not in state:
-            self.load_local(state)
-            return
-        self._resume(state["step_count"], state["skipped_steps"])
-        if self._scaler is not None:
-            self._scaler.load(state["loss_scale"])
-        self.shard.publish()
-
-    @torch.no_grad()
-    def load_states(
-        self, states: States, step_count: int, skipped_steps: int = 0, *, weights: bool = True
-    ) -> None:
-        """Restore what `states` gave at the same layout, bit for bit; `weights`, from "main", or none of them.
-
-        Raises ValueError, before anything is written: names, kinds or shapes that are not this rank's.
-        """
-        full_shapes = self.shard.zero_stage == 0
-        load_states(
-            self._state_buffers, self.ps, states, full_shapes=full_shapes, own_mains=weights
-        )
-        self._resume(step_count, skipped_steps)
-        if weights:
-            self._to_weights(all_buffers=True)
-        self.shard.publish()
-
-    def _resume(self, step_count: Any, skipped_steps: int) -> None:
-        counts = step_count if isinstance(step_count, Mapping) else {"steps": step_count}
-        self.step_count = int(counts["steps"])
-        self._reached.load(counts.get("behind", {}))
-        for state_buffer in self._state_buffers:
-            state_buffer.recut(self._key_of)
-        self._batches = None
-        self._skips.begin_at(skipped_steps)
-        if counts.get("groups"):
-            self._groups.load(counts["groups"], step=self.rate_step)
-        else:
-            self._groups.follow(self.rate_step)
-        self._step.fill_(self.step_count - skipped_steps)

@@ -172,28 +172,8 @@ class TransformerConfig:
             callable(self.activation_func) or self.activation_func in ACTIVATIONS,
             f"unknown activation_func {self.activation_func!r}; known: {', '.join(ACTIVATIONS)}, or a function",
         )
-        for name in ("hidden_dropout", "attention_dropout"):
-            yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must lie in [0, 1)"
-        yield (
-            0 < self.rotary_percent <= 1,
-            f"rotary_percent={self.rotary_percent} must lie in (0, 1]",
-        )
-        for name in ("windows", "rotary_per_layer"):
-            layers = getattr(self, name)
-            yield (
-                layers is None or len(layers) == self.num_layers,
-                f"{name} names {len(layers or ())} layers, num_layers={self.num_layers}; give one for each",
-            )
-        for name in ("softmax_scale", "embedding_multiplier"):
-            value = getattr(self, name)
-            yield value is None or 0 < value < inf, f"{name}={value} must be positive and finite"
+        yield from self._attention_rules()
         yield from moe_rules(self)
-        if self.windows is not None:
-            narrow = [window for window in self.windows if window is not None and window < 1]
-            yield (
-                not narrow,
-                f"windows holds {narrow[:1]}; a token sees itself, so at least 1 is needed",
-            )
         yield (
             self.layernorm_epsilon > 0,
             f"layernorm_epsilon={self.layernorm_epsilon} must be positive",
@@ -211,6 +191,30 @@ class TransformerConfig:
             f"pipeline_dtype={self.pipeline_dtype} must be None or params_dtype={self.params_dtype}: stages "
             "exchange activations in the parameters' dtype",
         )
+
+    def _attention_rules(self) -> Iterator[tuple[bool, str]]:
+        """Dropout, positions, windows and scales."""
+        for name in ("hidden_dropout", "attention_dropout"):
+            yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must lie in [0, 1)"
+        yield (
+            0 < self.rotary_percent <= 1,
+            f"rotary_percent={self.rotary_percent} must lie in (0, 1]",
+        )
+        for name in ("windows", "rotary_per_layer"):
+            layers = getattr(self, name)
+            yield (
+                layers is None or len(layers) == self.num_layers,
+                f"{name} names {len(layers or ())} layers, num_layers={self.num_layers}; give one for each",
+            )
+        for name in ("softmax_scale", "embedding_multiplier"):
+            value = getattr(self, name)
+            yield value is None or 0 < value < inf, f"{name}={value} must be positive and finite"
+        if self.windows is not None:
+            narrow = [window for window in self.windows if window is not None and window < 1]
+            yield (
+                not narrow,
+                f"windows holds {narrow[:1]}; a token sees itself, so at least 1 is needed",
+            )
 
     @property
     def groups(self) -> int:

@@ -93,15 +93,7 @@ def load(
     ps = ps if ps is not None else default_state()
     key_mapping = KeyMapping(mapping, cast=cast)
 
-    # open the checkpoint: on all ranks or on none, a rank that fails tells the others
-    opened: list[_OpenedLoad] = []
-
-    def begin() -> None:
-        stored = open_stored(checkpoint_dir, sizes=verify and ps.rank == 0)
-        opened.append(_OpenedLoad.begin(sharded_state_dict, stored, key_mapping))
-
-    agree(problem_of(begin), ps)
-    (this_load,) = opened
+    this_load = _open_on_all(sharded_state_dict, checkpoint_dir, key_mapping, ps, verify=verify)
     stored, local = this_load.stored, this_load.local
 
     # compare: all ranks see the same report
@@ -122,6 +114,27 @@ def load(
     if strict == "report":
         return (state, report)
     return state
+
+
+def _open_on_all(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | Path,
+    key_mapping: KeyMapping,
+    ps: ParallelState,
+    *,
+    verify: bool,
+) -> "_OpenedLoad":
+    """The checkpoint opened on all ranks, or an error on all: a rank that fails tells the others. Collective."""
+    opened: list[_OpenedLoad] = []
+
+    def begin() -> None:
+        # one rank asks for the sizes of all files: a store would otherwise be asked by every rank
+        stored = open_stored(checkpoint_dir, sizes=verify and ps.rank == 0)
+        opened.append(_OpenedLoad.begin(sharded_state_dict, stored, key_mapping))
+
+    agree(problem_of(begin), ps)
+    (this_load,) = opened
+    return this_load
 
 
 @dataclass(frozen=True)
