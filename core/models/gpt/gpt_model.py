@@ -151,7 +151,7 @@ class GPTModel(nn.Module):
         self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
         self._first_inputs, self._row_sums, self._warned_of_shards = (
             FirstInputs(),
-            RowSums(ps.group("cp")),
+            RowSums(ps.group("cp"), replicas=ps.size("dp")),
             False,
         )
         experts = ps.group("ep") if config.num_moe_experts is not None else None
