@@ -7,7 +7,7 @@
 Without data of your own it reads the interpreter's standard library.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from core import parallel_state
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import started_processes
+from core.pipeline import Pipeline, SingleStage
 from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
 from core.training.config.sources import checked
 from core.training.log.console import Console, errors_as_one_line
@@ -28,8 +29,9 @@ from core.training.model.begin import begin, sample, step_flops_per_token
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
 from core.training.resume.same_run import refuse_another_run
 from core.training.run.assembly import assemble
+from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
-from core.training.run.data import open_corpus
+from core.training.run.data import Corpus, open_corpus
 from core.training.run.evaluate import validate
 from core.training.run.loader import local_batches
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
@@ -41,12 +43,8 @@ TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMP
 def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
     s = run.data.sequence_length
-    rank = ps.index("dp")
-    size = ps.size("dp")
-    console = Console(
-        ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s
-    )
-    here = local_batches(ps)
+    tokens_per_step = run.training.global_batch_size * s
+    console = Console(ps.rank, run.training.train_steps, tokens_per_step=tokens_per_step)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
     refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
@@ -56,7 +54,6 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     memory = MemoryReport(stages, ps, say=console.say)
     _, optimizer, executor, checkpoints = assemble(stages, run, corpus, ps, console.say, memory)
     start = console.start = checkpoints.resume()
-    batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
     if start >= run.training.train_steps:
         console.say(
             f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps"
@@ -64,25 +61,22 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         checkpoints.export()
         return
 
-    def batch_of(step: int) -> Mapping[str, Tensor]:
-        cut_as_planned(executor, checkpoints.plan, step, run.training, size)
-        return here(batches.batch(step, rank, size))
-
+    validation = None
+    if corpus.validation_texts:
+        validation = partial(validate, executor, corpus, ps, optimizer)
     profiler = StepProfiler(run.training, ps, console.say)
     with console, checkpoints, open_log(run, start, ps) as log, profiler:
         first = train(
             executor,
             optimizer,
-            batch_of,
+            _batch_of_step(corpus, checkpoints, executor, run, ps),
             run.training,
             flops_per_token=step_flops_per_token(run, stages, corpus.tokenizer.vocab_size, ps),
             peak_flops=total_peak_flops(ps, run.model.dtype, run.training.peak_tflops),
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,
-            validate=partial(validate, executor, corpus, ps, optimizer)
-            if corpus.validation_texts
-            else None,
+            validate=validation,
             checkpoints=checkpoints,
             start=start,
             tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,
@@ -95,13 +89,35 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         )
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
-    steps, prompt = last_step(executor), corpus.prompt(s // 2 or 1)
+
+    # collective, so before rank 0 writes its report alone
+    steps = last_step(executor)
+    prompt = corpus.prompt(s // 2 or 1)
     written = sample(stages, prompt, executor)
     if ps.rank == 0:
         text = Sample.of(corpus.tokenizer, prompt, written)
         tell(loaded, log, corpus, steps, text, ps, parameters, console.say)
         for line in comparisons(first, start, log.records, run, corpus, parameters, ps.device):
             console.say(line)
+
+
+def _batch_of_step(
+    corpus: Corpus,
+    checkpoints: Checkpoints,
+    executor: SingleStage | Pipeline,
+    run: RunConfig,
+    ps: ParallelState,
+) -> Callable[[int], Mapping[str, Tensor]]:
+    """step -> this rank's rows; the executor is laid out for their number, where the batch grows."""
+    batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
+    to_device = local_batches(ps)
+    rank, replicas = ps.index("dp"), ps.size("dp")
+
+    def batch_of(step: int) -> Mapping[str, Tensor]:
+        cut_as_planned(executor, checkpoints.plan, step, run.training, replicas)
+        return to_device(batches.batch(step, rank, replicas))
+
+    return batch_of
 
 
 def main(args: Sequence[str] | None = None, *, description: str = "") -> None:

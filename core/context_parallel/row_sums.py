@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from core.context_parallel.row_totals import SCALED, TOTAL, Total, summed_rows, told_of_totals
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
@@ -33,6 +34,7 @@ _BY_ELEMENT = [
 ]
 _BY_ELEMENT += ["binary_cross_entropy_with_logits"]
 _LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
+_MEANS = ("mean", "nanmean")
 _REMEDY = (
     "A mean over tokens is divided by those of all ranks: n = mask.sum(); all_reduce(n, group=parallel_state."
     "get_data_parallel_group(with_context_parallel=True)), and under DataParallel, which averages over that group, "
@@ -44,13 +46,14 @@ _REMEDY = (
 class RowSums:
     """Follows the outputs of a model's forwards 1, 2, 4, 8 ... with gradients; tells once."""
 
-    def __init__(self, group: Group | None) -> None:
+    def __init__(self, group: Group | None, replicas: int = 1) -> None:
         self.group, self.told = group, False  # None: one rank has all rows
+        self.replicas = replicas  # data ranks, over which gradients are averaged together with cp
         self._forwards = 0
         self._latest: weakref.ref[_Sums] | None = None
 
     def __deepcopy__(self, memo: dict) -> "RowSums":
-        return RowSums(self.group)
+        return RowSums(self.group, self.replicas)
 
     def follow(self, output: Tensor) -> None:
         """Of a forward whose rows, dim 1, are this rank's. In its backward: one all-gather of two numbers over cp."""
@@ -87,7 +90,10 @@ class _Sums(Follower):
     def __init__(self, owner: RowSums, output: Tensor) -> None:
         super().__init__()
         self._owner, self._count, self._compared = owner, 0, False
-        self._numbers = torch.zeros(2, dtype=torch.float64, device=output.device)
+        # norm and mean of the sums' gradients; what all rows together weigh in the loss, if sums alone say so
+        self._numbers = torch.zeros(3, dtype=torch.float64, device=output.device)
+        self._is_loss = output.dim() == 2  # [b, s/cp]: else the rows' losses are the program's
+        self._totals: list[Total] = []
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
         if isinstance(tensor, Tensor) and (tensor.is_floating_point() or partial):
@@ -103,6 +109,9 @@ class _Sums(Follower):
         result: Any,
     ) -> None:
         if name.endswith("_like") or name.startswith("new_"):  # other values
+            return
+        if any(x.partial == TOTAL for x in inputs):
+            self._follow_total(name, inputs, args, kwargs, result)
             return
         if any(x.partial for x in inputs):
             self._follow_statistic(name, inputs, args, kwargs, result)
@@ -133,10 +142,13 @@ class _Sums(Follower):
                 numbers = inputs[0].isnan().logical_not().sum().item()
             else:
                 numbers = inputs[0].numel()
-            is_mean = name in ("mean", "nanmean") and isinstance(result, Tensor)
-            self._compare_later(result, numbers / max(result.numel(), 1) if is_mean else 1.0)
+            if name in _MEANS and isinstance(result, Tensor):
+                self._compare_later(result, numbers / max(result.numel(), 1))
+            else:
+                self._compare_later(result, 1.0, rows=inputs[0].numel())
         elif isinstance(outcome, (int, float)):
-            self._compare_later(result, outcome)
+            rows = summed_rows(name, args, kwargs)
+            self._compare_later(result, outcome, rows=rows)
         elif outcome is not None:
             for tensor, axes in outcome:
                 self.mark(tensor, axes)
@@ -180,18 +192,42 @@ class _Sums(Follower):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._owner.tell(what))
 
-    def _compare_later(self, result: Any, divisor: float) -> None:
-        """Note a rank's part of a sum, which was divided by `divisor`, and its gradient once there is one."""
+    def _compare_later(self, result: Any, divisor: float, rows: float = 0) -> None:
+        """Note a rank's part of a sum, which was divided by `divisor`, and its gradient once there is one.
+
+        rows: how many rows' losses it is the sum of, over what torch divided it by; 0 where it is a mean.
+        """
         if not isinstance(result, Tensor) or not result.requires_grad:
             return
         self._count += 1
         place = self._count
+        total = Total(rows)
+        if rows and (self._is_loss or result.dim() == 0):
+            self._totals.append(total)
+            self._mark_total(result, total)
 
         def note(gradient: Tensor) -> None:
             if not self._compared and not torch._C._are_functorch_transforms_active():
-                self._numbers += fingerprint(gradient.detach()) * (place / divisor)
+                self._numbers[:2] += fingerprint(gradient.detach()) * (place / divisor)
+                total.weight = gradient.detach().sum().double() * rows
 
         result.register_hook(note)
+
+    def _mark_total(self, result: Tensor, total: Total) -> None:
+        self.mark(result, None, TOTAL)
+        if isinstance(result, SplitTensor):
+            result.total = total  # type: ignore[attr-defined]
+
+    def _follow_total(
+        self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Until a tensor divides it, or a number of ranks multiplies it: the program knows the ranks then."""
+        total: Total = next(x for x in inputs if x.partial == TOTAL).total  # type: ignore[attr-defined]
+        group = self._owner.group
+        assert group is not None
+        total.follow(name, args, (group.size, group.size * self._owner.replicas))
+        if name in SCALED and isinstance(result, Tensor):
+            self._mark_total(result, total)
 
     def compare(self, gradient: Tensor) -> None:
         """The first backward has come back to the output: all its sums have their gradients. Warns on every rank."""
@@ -200,7 +236,11 @@ class _Sums(Follower):
         self._compared = True
         group = self._owner.group
         assert group is not None
+        self._numbers[2] = self._weight_of_totals(gradient)
         gathered = all_gather(self._numbers[None], group).cpu()
+        if what := told_of_totals(gathered[:, 2], group.size):
+            self._owner.tell(what)
+        gathered = gathered[:, :2]
         used = [
             rank
             for rank in range(group.size)
@@ -221,6 +261,16 @@ class _Sums(Follower):
                 f"gradient's norm is {one} on rank {first} and {two} on rank {other}. One process goes on with one "
                 "sum, so tokens weigh differently than there"
             )
+
+    def _weight_of_totals(self, gradient: Tensor) -> Tensor | float:
+        """What this rank's rows weigh in the loss, if sums say so that nobody divided by a tensor; else 0."""
+        plain = [total.weight for total in self._totals if not total.knows_ranks]
+        weights = [weight for weight in plain if weight is not None]
+        if not weights:
+            return 0.0
+        if self._is_loss:  # masks and weights of rows included
+            return gradient.detach().sum()
+        return torch.stack(weights).sum()
 
 
 def _selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:

@@ -140,35 +140,51 @@ WEIGHTS = {
 }
 RIGHT = {
     "mean": lambda r: r.losses.mean(),
-    "sum": lambda r: r.losses.sum() / 3,
+    "sum / numel": lambda r: r.losses.sum() / r.losses.numel(),
+    "accumulated": lambda r: r.losses.sum() / r.losses.numel() / 3,
+    "sum, times the ranks": lambda r: r.losses.sum() * 2 / (2 * S),
+    "sum of each sequence": lambda r: r.losses.sum(1).mean() / r.losses.shape[1],
+    "scaled by a tensor": lambda r: torch.tensor(1024.0) * r.losses.sum() / (2 * S),
     "all_reduce": lambda r: (r.losses * r.mask).sum() * 2 / total(r, r.mask.sum()),
     "own mean, weighted": lambda r: mean(r) * r.mask.sum() / total(r, r.mask.sum()),
-    "by the width": lambda r: (r.losses * r.mask).sum() / r.mask.shape[1],
-    "sum of selected": lambda r: r.losses[r.mask.bool()].sum(),
-    "logged": lambda r: r.losses.sum() + 0 * mean(r).detach(),
+    "by the width": lambda r: (r.losses * r.mask).sum() * 2 / r.mask.shape[1],
+    "sum of selected": lambda r: r.losses[r.mask.bool()].sum() * 2,
+    "logged": lambda r: r.losses.mean() + 0 * mean(r).detach(),
     "looked at": lambda r: (
-        r.losses.sum() if r.losses[0, -1] < 9 and r.losses.max() < 9 and len(r.losses.tolist()) else 0
+        r.losses.mean() if r.losses[0, -1] < 9 and r.losses.max() < 9 and len(r.losses.tolist()) else 0
     ),
     "all labels": lambda r: F.cross_entropy(r.logits.flatten(0, 1), r.labels.clamp(min=0).flatten()),
-    "smoothed": lambda r: F.cross_entropy(r.logits.flatten(0, 1), r.labels.flatten(), reduction="sum") / 7,
+    "smoothed": lambda r: F.cross_entropy(r.logits.flatten(0, 1), r.labels.flatten(), reduction="sum") * 2 / 7,
     "z loss": lambda r: (r.logits.logsumexp(-1) ** 2).mean() + r.losses.mean(),
     "entropy": lambda r: (r.logits.softmax(-1) * r.logits.log_softmax(-1)).sum(-1).mean(),
     "a head": lambda r: (r.logits @ torch.ones(V, 2)).tanh().mean(),
     "own log-probabilities": lambda r: -r.logits.log_softmax(-1).gather(-1, r.labels.clamp(min=0)[..., None]).mean(),
     "pooled over all ranks": lambda r: F.cross_entropy(all_reduce(r.logits.sum(1), group=r.group) / S, CLASSES),
-    "a baseline of all ranks": lambda r: ((r.losses - total(r, r.losses.detach().sum()) / (2 * S)) ** 2).sum(),
-    "a baseline that is summed by ours": lambda r: ((r.losses - by_ours(r, r.losses.detach().sum()) / S) ** 2).sum(),
+    "a baseline of all ranks": lambda r: ((r.losses - total(r, r.losses.detach().sum()) / (2 * S)) ** 2).mean(),
+    "a baseline that is summed by ours": lambda r: ((r.losses - by_ours(r, r.losses.detach().sum()) / S) ** 2).mean(),
     "accuracy of all ranks": lambda r: r.losses.sum() * total(r, (r.logits.detach().argmax(-1) == r.labels).sum()),
     "above a mean of all ranks": lambda r: (
         r.losses * (r.losses.detach() > total(r, r.losses.detach().mean()) / 2)
-    ).sum(),
-    "the largest of all ranks": lambda r: (r.losses * (r.losses.detach() >= of_all(r).topk(5).values.min())).sum(),
+    ).mean(),
+    "the largest of all ranks": lambda r: (r.losses * (r.losses.detach() >= of_all(r).topk(5).values.min())).mean(),
     "statistics in a log": lambda r: (
-        r.losses.sum() + 0 * len(f"{r.losses.detach().mean()} {r.losses.detach().max():.1f}")
+        r.losses.mean() + 0 * len(f"{r.losses.detach().mean()} {r.losses.detach().max():.1f}")
     ),
     "stacked": lambda r: torch.stack([r.losses, 2 * r.losses]).mean(),
     "a detached weight for each": lambda r: ((1 - r.losses.detach().exp()) * r.losses).mean(),
-    "nothing on one rank": lambda r: r.losses.sum() * (r.position_ids[0, 0] == 0),
+    "nothing on one rank": lambda r: r.losses.mean() * (r.position_ids[0, 0] == 0),
+}
+TOTALS = {  # divided by numbers that know nothing of the ranks
+    "sum": lambda r: r.losses.sum(),
+    "sum / batch": lambda r: r.losses.sum() / len(r.losses),
+    "sum / all rows": lambda r: r.losses.sum() / (2 * S),
+    "masked": lambda r: (r.losses * r.mask).sum() / 3,
+    "of each sequence": lambda r: r.losses.sum(1).mean(),
+    "scaled": lambda r: (r.losses.sum() * 1024).float() / 7,
+    "selected": lambda r: r.losses[r.position_ids > 2].sum() / 3,
+    "logits": lambda r: F.cross_entropy(r.logits.flatten(0, 1), r.labels.flatten(), reduction="sum") / 2,
+    "batchmean": lambda r: F.kl_div(r.logits.log_softmax(-1), torch.ones(2, S // 2, V) / V, reduction="batchmean"),
+    "mse": lambda r: F.mse_loss(r.logits, torch.zeros(2, S // 2, V), reduction="sum") / 2,
 }
 
 
@@ -204,6 +220,10 @@ def right(mask):
     return all_heard(RIGHT, mask)
 
 
+def totals(mask):
+    return all_heard(TOTALS, mask)
+
+
 @pytest.mark.parametrize("job", [own, weights])
 def test_what_counts_otherwise_than_on_one_process_is_told(ranks, job):
     for found in ranks(job, UNEQUAL, world=2):
@@ -211,6 +231,14 @@ def test_what_counts_otherwise_than_on_one_process_is_told(ranks, job):
             assert len(messages) == 1, (name, messages)
             assert "which are this context rank's" in messages[0] or "counts otherwise" in messages[0], name
             assert "all_reduce(n, group=" in messages[0] and "functional.all_reduce(x" in messages[0]
+
+
+@pytest.mark.parametrize("mask", [UNEQUAL, EQUAL])
+def test_a_sum_that_knows_nothing_of_the_ranks_is_told(ranks, mask):
+    for found in ranks(totals, mask, world=2):
+        for name, messages in found.items():
+            assert len(messages) == 1, (name, messages)
+            assert "divided by numbers only" in messages[0] and "multiply it by 2" in messages[0], name
 
 
 @pytest.mark.parametrize("job, mask", [(right, UNEQUAL), (own, EQUAL), (right, EQUAL)])

@@ -106,9 +106,21 @@ def by_number(what, loss_of):
     return Case(what, by(loss_of), "told", "which are this context rank's", "`all_reduce(x)` of what one rank has")
 
 
+def by_constant(what, loss_of):
+    return Case(what, by(loss_of), "told", "divided by numbers only", "`losses.mean()`, or times the context ranks")
+
+
 CASES = [
     Case("`losses.mean()`", by(lambda p: p.losses().mean())),
     Case("`losses.sum() / losses.numel()`", by(lambda p: (losses := p.losses()).sum() / losses.numel())),
+    Case("`losses.sum() * cp / (b * s)`", by(lambda p: p.losses().sum() * p.ranks / (2 * S))),
+    by_constant("`losses.sum() / b`", lambda p: p.losses().sum() / 2),
+    by_constant("`losses.sum() / (b * s)`", lambda p: p.losses().sum() / (2 * S)),
+    by_constant("a mean of sequences' sums, `losses.sum(1).mean()`", lambda p: p.losses().sum(1).mean()),
+    by_constant(
+        "`F.cross_entropy(..., reduction='sum') / b`",
+        lambda p: F.cross_entropy(p.logits().flatten(0, 1), p.labels.flatten(), reduction="sum") / 2,
+    ),
     Case("a masked sum over all ranks' tokens", by(lambda p: (p.losses() * p.mask).sum() / p.total(p.mask.sum()))),
     Case("weights by position, over all ranks' sum", by(lambda p: weighted(p, p.total))),
     Case("selected logits, over all ranks' tokens", by(selected)),

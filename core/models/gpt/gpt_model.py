@@ -153,7 +153,7 @@ class GPTModel(ModelWeights):
         if place.splits_sequence:
             sum_gradients_of_foreign(self, place.group)
         self._first_inputs = FirstInputs()
-        self._row_sums = RowSums(ps.group("cp"))
+        self._row_sums = RowSums(ps.group("cp"), replicas=ps.size("dp"))
         experts = ps.group("ep") if self.config.num_moe_experts is not None else None
         self._watch = split_watch(place.group, experts, sums_foreign=place.splits_sequence)
         keep_layouts(self)

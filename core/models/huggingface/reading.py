@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from core.models.gpt.gpt_model import GPTModel
-from core.models.huggingface.blocks import Slices
+from core.models.huggingface.blocks import Block, Slices
 from core.models.huggingface.families import FAMILIES
 from core.models.huggingface.rows import STACKED_ROWS, Row, rows_of
 from core.models.huggingface.sources import Folder, Recorded, StateDict, WeightSource
@@ -63,10 +63,15 @@ class OpenedWeights:
         return {**dict(model.named_parameters()), **buffers}
 
     def parameter(self, name: str) -> Tensor:
-        """A full parameter of ours, in new memory on the host, in the dtype of the Hugging Face tensor."""
+        """A full parameter of ours, on the host, in the dtype of the Hugging Face tensor.
+
+        One that is a single tensor of theirs shares its memory, the pages of a mapped file: nobody writes into it.
+        """
         row = self._rows[name]
         shape = row.kind.our_shape(self._source.shape(row.hf_names[0]), self._config)
-        first = row.blocks(_full_box(shape), self._config)[0]
+        first, *others = row.blocks(_full_box(shape), self._config)
+        if not others and not first.transposed:
+            return self._numbers(first).reshape(shape)
         first_element = tuple(slice(0, 1) for _ in first.hf_slices)
         values = torch.empty(shape, dtype=self._source.read(first.name, first_element).dtype)
         self.fill(name, values, _full_box(shape))
@@ -77,12 +82,16 @@ class OpenedWeights:
         if target.numel() == 0:  # all of this rank's rows are padding
             return
         for block in self._rows[name].blocks(box, self._config):
-            values = self._source.read(block.name, block.hf_slices)
-            if values.dtype not in _DTYPES:
-                raise ValueError(
-                    f"{block.name} is of {values.dtype}: quantized weights are numbers only with their scales"
-                )
-            block.to_ours(values.to(target.device), target)
+            block.to_ours(self._numbers(block).to(target.device), target)
+
+    def _numbers(self, block: Block) -> Tensor:
+        """Of the Hugging Face tensor. Raises ValueError: they are quantized."""
+        values = self._source.read(block.name, block.hf_slices)
+        if values.dtype not in _DTYPES:
+            raise ValueError(
+                f"{block.name} is of {values.dtype}: quantized weights are numbers only with their scales"
+            )
+        return values
 
     def check_tied(self, model: GPTModel) -> None:
         """A model that ties its ends has no place for a head unlike its table. ValueError: there is one."""
@@ -119,7 +128,11 @@ def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[st
     source = Recorded(StateDict(state))
     rows = _rows(source, config)
     opened = OpenedWeights(source, rows, config)
-    return {name: opened.parameter(name) for name, row in rows.items() if row.hf_names[0] in source}
+    return {
+        name: opened.parameter(name).clone()
+        for name, row in rows.items()
+        if row.hf_names[0] in source
+    }
 
 
 def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.pipeline.run.channel import Channel
+from core.pipeline.run.messages.channel import Channel
 from core.pipeline.run.microbatch import StepContext
 from core.pipeline.run.ranges import named, profiled
 from core.pipeline.run.stage import Stage

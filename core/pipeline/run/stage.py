@@ -16,18 +16,16 @@ from core.autograd.proxy import has_compiled_code
 from core.autograd.recomputation.module_state import ModuleState, StateBefore
 from core.autograd.recomputation.notes import Notes
 from core.autograd.recomputation.policy import check_keeps
-from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.run.backward import stage_backward_input, stage_backward_weight
-from core.pipeline.run.boundary import (
+from core.pipeline.run.messages.boundary import (
     check_leaf,
-    clone_tensor,
     flatten,
     graphless_view,
     tree_map,
-    writable_view,
 )
 from core.pipeline.run.microbatch import MicrobatchState, StepContext
+from core.pipeline.run.shared_memory import InputWrites, NewGradients, write_counts
 from core.pipeline.run.step import (
     call_loss_fn,
     call_next_stage,
@@ -39,12 +37,6 @@ from core.pipeline.run.step import (
     stage_seed,
     without_autocast,
 )
-
-
-def _write_counts(*values: Any) -> list[int]:
-    """How often each tensor in `values` was written in place so far."""
-    leaves, _ = flatten(values)
-    return [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Stage:
@@ -109,9 +101,8 @@ class Stage:
         self._trained_flags: tuple[bool, ...] = ()
         # (module id, attribute) whose tensor wants a gradient
         self._grad_attributes: set[tuple[int, str]] = set()
-        # whether the module writes into its inputs; None until tried
-        self._writes_inputs: bool | None = None
-        self._params_without_grad: list[nn.Parameter] = []
+        self._input_writes = InputWrites()
+        self._new_gradients = NewGradients([])
         # before layers are compiled, not by a graph break in their first call
         for parameter in self.parameters:
             make_compilable(parameter)
@@ -130,9 +121,7 @@ class Stage:
         """Before a step: note what is trained, which buffers exist and whether parts are compiled by torch."""
         self._module_state.refresh(list(self.module.modules()))
         self._has_compiled_code = any(map(has_compiled_code, self.module.modules()))
-        self._params_without_grad = [
-            parameter for parameter in self.parameters if parameter.grad is None
-        ]
+        self._new_gradients = NewGradients(self.parameters)
         self._outputs_want_grad = None
         self._trained_flags = tuple(
             parameter.requires_grad for parameter in self.module.parameters()
@@ -175,7 +164,7 @@ class Stage:
 
         will_recompute = step.training and not keep_graph
         if will_recompute:
-            state.input_versions = _write_counts(received, step.microbatches[microbatch])
+            state.input_versions = write_counts(received, step.microbatches[microbatch])
             state.modules_before = self._module_state.before()
             state.notes = Notes(keeps_activations=self._keeps_activations)
         step.sync.before_forward(self.module)
@@ -194,7 +183,7 @@ class Stage:
         if will_recompute:
             self._module_state.after(state.modules_before)
             self._guard_attributes(state.modules_before, with_graph)
-            self._notice_input_writes(state)
+            self._input_writes.notice(state)
         if not self.last:
             return self._hand_over(state, output, keep_graph=keep_graph, with_graph=with_graph)
         if will_recompute:
@@ -238,7 +227,7 @@ class Stage:
         Raises RuntimeError: the input was written in place since F, or another output wants a gradient now.
         """
         state = self._in_flight[microbatch]
-        if state.input_versions != _write_counts(state.received, step.microbatches[microbatch]):
+        if state.input_versions != write_counts(state.received, step.microbatches[microbatch]):
             raise RuntimeError(
                 f"stage {self.index} changed its input or its microbatch in place: it cannot be recomputed from it; "
                 "clone it in the stage, or use recompute='none'"
@@ -286,7 +275,9 @@ class Stage:
         for generator in generators_of(self.device):
             generator.manual_seed(seed)
 
-        received, batch = self._module_inputs(state, step.microbatches[microbatch], will_recompute)
+        received, batch = self._input_writes.inputs(
+            state, step.microbatches[microbatch], will_recompute
+        )
         if self.first:
             output = call_stage(self.module, batch, self._forward_arguments)
         else:
@@ -296,26 +287,6 @@ class Stage:
         # a module that stands in two stages must not defer into this microbatch's bag
         self.context.release()
         return output
-
-    def _module_inputs(
-        self, state: MicrobatchState, batch: Any, will_recompute: bool
-    ) -> tuple[Any, Any]:
-        """What the module is called with. It may write into it, as in one process; R needs the original."""
-        received = state.received
-        if will_recompute and self._writes_inputs is not False:
-            state.writable_copy = tree_map(clone_tensor, (received, batch))
-            return state.writable_copy
-        if isinstance(received, Tensor):
-            return writable_view(received), batch
-        return tree_map(writable_view, received), batch
-
-    def _notice_input_writes(self, state: MicrobatchState) -> None:
-        """After a first F that R will repeat: if the module wrote into its copy, later ones need copies as well."""
-        if state.writable_copy is not None:
-            self._writes_inputs = bool(self._writes_inputs) or any(
-                _write_counts(state.writable_copy)
-            )
-            state.writable_copy = None
 
     def _hand_over(
         self, state: MicrobatchState, output: Any, *, keep_graph: bool, with_graph: bool
@@ -400,38 +371,13 @@ class Stage:
             if gradient is None:
                 gradient = torch.zeros_like(leaf)
             input_grads.append(gradient)
-        self._unshare_new_gradients([*state.bag.tensors(), *input_grads])
+        self._new_gradients.unshare([*state.bag.tensors(), *input_grads])
         # the graph is gone; until W only the bag is needed
         state.received = None
         state.input_leaves = []
         state.output_edges = []
         state.loss_gradient = []
         return input_grads
-
-    def _unshare_new_gradients(self, needed_later: list[Tensor]) -> None:
-        """Copy new `.grad`s that share memory with tensors needed later.
-
-        Autograd may make a parameter's first `.grad` a view of an output gradient; the next microbatch would add
-        into it, and so into what waits for W or is being sent.
-        """
-        # parameters with main_grad have no .grad: the owner of main_grad takes the gradient
-        with_new_grad = [
-            parameter for parameter in self._params_without_grad if parameter.grad is not None
-        ]
-        if not with_new_grad:
-            return
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in needed_later}
-        for parameter in with_new_grad:
-            gradient = parameter.grad
-            assert gradient is not None
-            if (
-                gradient.layout is torch.strided
-                and gradient.untyped_storage().data_ptr() in addresses
-            ):
-                parameter.grad = gradient.clone()
-        self._params_without_grad = [
-            parameter for parameter in self._params_without_grad if parameter.grad is None
-        ]
 
     def weight_gradients(self, microbatch: int, step: StepContext) -> None:
         """W: empties the bag; `sync` hears of each parameter whose gradient of this microbatch is complete."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from core.parallel_state.collectives import Group, all_gather_objects
 from core.parallel_state.random import mix32
 
 # tensors are [b, ...]; see split_microbatches for the rest
@@ -281,6 +282,18 @@ def rows_of(batch: Batch | None) -> int | None:
         batch
     )
     return next((value.shape[0] for value in candidates if _has_rows(value)), None)
+
+
+def microbatches_of_all(batch: Batch | None, group: Group | None, num_microbatches: int) -> int:
+    """Into how many any number of rows is cut. All-gather over pp: ranks without a batch follow those with one."""
+    rows_per_rank = all_gather_objects(rows_of(batch), group)
+    known_rows = {rows for rows in rows_per_rank if rows is not None} or {num_microbatches}
+    if len(known_rows) > 1:
+        raise ValueError(
+            f"the pipeline ranks' batches have {rows_per_rank} rows; give all the same, or None"
+        )
+    # any number of rows divides by this, and all microbatches have equally many
+    return gcd(*known_rows, num_microbatches)
 
 
 def evaluation_microbatches(batch: Batch | None, num_microbatches: int) -> int:

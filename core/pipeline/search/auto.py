@@ -201,9 +201,8 @@ class Tuner:
                     enough=WORTH_SEARCHING,
                     candidates=named,
                 )
-            except (
-                ValueError
-            ):  # nothing fits beside these margins; a schedule that holds less has smaller ones
+            except ValueError:
+                # nothing fits beside these margins; a schedule that holds less has smaller ones
                 margins = _memory_beside(smallest, costs, memory, self.depth)
                 continue
             beside = _memory_beside(result.schedule, costs, memory, self.depth)
@@ -213,7 +212,17 @@ class Tuner:
                 return result
             margins = tuple(map(max, beside, margins))
 
-        # nothing faster fits
+        return self._one_by_one(smallest, problem, costs, memory, limit)
+
+    def _one_by_one(
+        self,
+        smallest: Schedule,
+        problem: SchedulingProblem,
+        costs: Costs,
+        memory: Mapping[int, StageMemory],
+        limit: float,
+    ) -> SearchResult:
+        """One microbatch at a time: nothing faster fits."""
         played = play(smallest, costs)
         beside = _memory_beside(smallest, costs, memory, self.depth)
         limits = tuple(limit / MIB - margin for margin in beside)

@@ -126,10 +126,9 @@ def _scan(
     """(arguments without flags that lack a value, or have one too many; name -> flag as typed; those mistakes)."""
     accepted: list[str] = []
     typed: dict[str, str] = {}
+    problems: list[Problem] = []
     if "--" in args:
-        problems = [Problem("", "'--' is a stray word among the flags; leave it out")]
-    else:
-        problems = []
+        problems.append(Problem("", "'--' is a stray word among the flags; leave it out"))
     args = [word for word in args if word != "--"]
     owner = _Owner("", "text", 0)  # of the words that follow
     for word, after in zip(args, [*args, "--"][1:], strict=True):
@@ -144,18 +143,8 @@ def _scan(
             continue
         head, equals, _ = word.partition("=")
         name, switch = _names(head, fields_by_name)
-        kind = (
-            fields_by_name[switch].kind
-            if switch in fields_by_name
-            else "text"
-            if name == _CONFIG
-            else None
-        )
-        owner = _Owner(
-            head,
-            "unknown" if kind is None else "config" if name == _CONFIG else kind,
-            int(bool(equals)),
-        )
+        kind = _kind(name, switch, fields_by_name)
+        owner = _Owner(head, kind or "unknown", int(bool(equals)))
         if kind is not None and (switch in typed or name in typed):
             problems.append(Problem("", _twice(head, typed.get(switch) or typed[name], kind)))
             owner = replace(owner, kind="twice")
@@ -184,6 +173,15 @@ def _scan(
             accepted.append(word)
             typed |= {name: head} if name in fields_by_name else {}
     return accepted, typed, problems
+
+
+def _kind(name: str, switch: str, fields_by_name: Mapping[str, Field]) -> str | None:
+    """Of which kind a flag's values are; None: there is no such flag."""
+    if switch in fields_by_name:
+        return fields_by_name[switch].kind
+    if name == _CONFIG:
+        return "config"
+    return None
 
 
 def _names(head: str, fields_by_name: Mapping[str, Field]) -> tuple[str, str]:

@@ -166,6 +166,69 @@ class _Progress:
         every_step(step, shown.read())
 
 
+class _Reporter:
+    """What the loop tells of a run: a record and a line of a step, of a skipped one, of a validation."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        optimizer: Optimizer,
+        meter: _Meter,
+        log: MetricsLog,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._optimizer = optimizer
+        self._meter = meter
+        self._log = log
+        self._say = say
+
+    def step(
+        self, step: int, loss: float, learning_rate: float, stats: StepStats, num_tokens: Tensor
+    ) -> None:
+        """Record a step and tell it. Raises RuntimeError: its loss is not a number."""
+        record = self._meter.record(step, loss, learning_rate, stats, num_tokens)
+        # every rank logs the same steps: all raise here, or all take part in the collective of `non_finite`
+        if record.loss != record.loss:
+            raise RuntimeError(
+                f"the loss of step {record.step - 1} is not a number; lower the learning rate"
+            )
+        self._log.add(record)
+        self._say(record.line(self._config.train_steps))
+        if bool(stats.skipped):
+            self._say(self._skipped_line(record))
+
+    def _skipped_line(self, record: StepRecord) -> str:
+        """Why a step changed nothing. Collective where the names of gradients are asked for."""
+        scale = self._optimizer.loss_scale
+        if isinstance(scale, Tensor):
+            # float16: it is normal that the scale is tried, and halved
+            steps = f"{record.step:5d}/{self._config.train_steps}"
+            return f"step {steps} | skipped: float16 overflow | loss scale {float(scale):g}"
+        names = ", ".join(self._optimizer.non_finite()[:5]) or "the norm"
+        return f"step {record.step} was skipped; not finite: {names}"
+
+    def validation(
+        self, step: int, validate: Callable[[], Mapping[str, TextLoss]] | None
+    ) -> float | None:
+        """Record what each text costs; the bits per byte of the main one. Collective, unless `validate` is None."""
+        found = validate() if validate is not None else {}
+        for name, text in found.items():
+            record = ValidationRecord(
+                step=step + 1,
+                name=name,
+                loss=text.loss,
+                bits_per_byte=text.bits_per_byte,
+                tokens=text.tokens,
+                time=time.time(),
+                tokens_seen=self._meter.tokens_seen(step),
+            )
+            self._say(self._log.add_validation(record).line(self._config.train_steps))
+        if MAIN in found:
+            return found[MAIN].bits_per_byte
+        return None
+
+
 def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and (step + 1) % interval == 0
 
@@ -197,20 +260,17 @@ def train(
     evenly the last step used them. profiler: of some steps. Returns what the first step computed. Raises
     RuntimeError: a NaN loss. ValueError: no step left to run.
     """
-    if start >= config.train_steps:
-        raise ValueError(
-            f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more"
-        )
+    _refuse_no_steps(start, config.train_steps)
     executor.step_index = start  # dropout seeds are a function of the step
     progress, first_step = _Progress(), None
     meter = _Meter(start, flops_per_token, peak_flops, tokens_per_step, experts)
+    reporter = _Reporter(config, optimizer, meter, log, say)
     for step in range(start, config.train_steps):
         if profiler is not None:
             profiler.before(step)
         learning_rate = optimizer.learning_rate
-        result, stats = update(
-            executor, optimizer, _batch(batch_of, step), next_token_loss, checkpoints
-        )
+        batch = _batch(batch_of, step)
+        result, stats = update(executor, optimizer, batch, next_token_loss, checkpoints)
         meter.add(result.num_tokens, stats.skipped)
 
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
@@ -221,21 +281,38 @@ def train(
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
-                record = meter.record(step, loss, learning_rate, stats, result.num_tokens)
-                _log_step(record, stats, optimizer, config, log, say)
+                reporter.step(step, loss, learning_rate, stats, result.num_tokens)
         if every_step is not None:
             progress.show(step + 1, result.loss, every_step)
 
         begin = time.perf_counter()  # validating and saving are outside of the throughput
-        bits = _validate(step, validate if is_validated else None, meter, config, log, say)
-        stop = checkpoints is not None and checkpoints.after_step(
-            step + 1, last=last, metrics=_metrics(result, bits)
-        )
+        bits = reporter.validation(step, validate if is_validated else None)
+        stop = _save(checkpoints, step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)
         if stop:
             break
     assert first_step is not None
     return first_step
+
+
+def _refuse_no_steps(start: int, train_steps: int) -> None:
+    if start >= train_steps:
+        raise ValueError(
+            f"train_steps={train_steps} leaves nothing to do after step {start}; ask for more"
+        )
+
+
+def _save(
+    checkpoints: CheckpointHook | None,
+    step: int,
+    *,
+    last: bool,
+    metrics: Mapping[str, SupportsFloat],
+) -> bool:
+    """Whether the run ends here; a save where one is due."""
+    if checkpoints is None:
+        return False
+    return checkpoints.after_step(step, last=last, metrics=metrics)
 
 
 def _batch(batch_of: Callable[[int], Mapping[str, Tensor]], step: int) -> Mapping[str, Tensor]:
@@ -261,60 +338,6 @@ def update(
     with named("optimizer"):
         stats = optimizer.step(num_tokens=result.num_tokens)
     return result, stats
-
-
-def _log_step(
-    record: StepRecord,
-    stats: StepStats,
-    optimizer: Optimizer,
-    config: TrainingConfig,
-    log: MetricsLog,
-    say: Callable[[str], None],
-) -> None:
-    # every rank logs the same steps: all raise here, or all take part in the collective of `non_finite`
-    if record.loss != record.loss:
-        raise RuntimeError(
-            f"the loss of step {record.step - 1} is not a number; lower the learning rate"
-        )
-    log.add(record)
-    say(record.line(config.train_steps))
-    if bool(stats.skipped):
-        say(_skipped_line(record, optimizer, config))
-
-
-def _skipped_line(record: StepRecord, optimizer: Optimizer, config: TrainingConfig) -> str:
-    """Why a step changed nothing. Collective where the names of gradients are asked for."""
-    scale = optimizer.loss_scale
-    if isinstance(scale, Tensor):  # float16: it is normal that the scale is tried, and halved
-        return f"step {record.step:5d}/{config.train_steps} | skipped: float16 overflow | loss scale {float(scale):g}"
-    names = ", ".join(optimizer.non_finite()[:5]) or "the norm"
-    return f"step {record.step} was skipped; not finite: {names}"
-
-
-def _validate(
-    step: int,
-    validate: Callable[[], Mapping[str, TextLoss]] | None,
-    meter: _Meter,
-    config: TrainingConfig,
-    log: MetricsLog,
-    say: Callable[[str], None],
-) -> float | None:
-    """Record what each text costs; the bits per byte of the main one. Collective where there is something to do."""
-    found = validate() if validate is not None else {}
-    for name, text in found.items():
-        record = ValidationRecord(
-            step=step + 1,
-            name=name,
-            loss=text.loss,
-            bits_per_byte=text.bits_per_byte,
-            tokens=text.tokens,
-            time=time.time(),
-            tokens_seen=meter.tokens_seen(step),
-        )
-        say(log.add_validation(record).line(config.train_steps))
-    if MAIN in found:
-        return found[MAIN].bits_per_byte
-    return None
 
 
 def _metrics(result: StepResult, bits_per_byte: float | None) -> dict[str, SupportsFloat]:

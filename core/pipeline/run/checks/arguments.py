@@ -1,5 +1,6 @@
 """The arguments of a `Pipeline`: which schedule, which placement, which recomputation; refused where they clash."""
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,29 @@ from core.pipeline.search.auto import first_schedule
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 POLICIES = ("none", "selective", "layer", "stage")
+
+
+def agree(ps: ParallelState, arguments: list[str], problem: Exception | None = None) -> str:
+    """Raise on every rank what one rank found wrong, or that ranks differ. All-gather over the world.
+
+    Returns a name of this pipeline that all ranks share.
+    """
+    text = f"{type(problem).__name__}: {problem}" if problem is not None else ""
+    per_rank = all_gather_objects((arguments, text, uuid.uuid4().hex), ps.world)
+    if problem is not None:
+        raise problem
+    expected, _, shared_name = per_rank[0]
+    for rank, (rank_arguments, rank_problem, _) in enumerate(per_rank):
+        if rank_problem:
+            raise ValueError(f"rank {rank} cannot build its part of the pipeline: {rank_problem}")
+        if rank_arguments != expected:
+            pairs = zip(expected, rank_arguments, strict=True)
+            first, other = next((a, b) for a, b in pairs if a != b)
+            raise ValueError(
+                f"ranks 0 and {rank} were given different schedules:\nrank 0: {first}\nrank {rank}: {other}\n"
+                "give every rank the same schedule, num_microbatches and recompute"
+            )
+    return shared_name
 
 
 def describe_arguments(
@@ -139,3 +163,12 @@ def refuse_main_grad(modules: Sequence[nn.Module]) -> None:
                 "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients "
                 "over the replicas; pass the grad_sync that made them"
             )
+
+
+def refuse_other_kinds(modules: Sequence[Any]) -> None:
+    """Raise ValueError: a stage that is no `nn.Module`."""
+    others = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
+    if others:
+        raise ValueError(
+            f"{len(others)} of {len(modules)} stages are no nn.Module but a {others[0]}; wrap it in one"
+        )

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from core.parallel_state.collectives import Group, Received, irecv, isend
 from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.p2p import DTYPES, MAX_DIMS, Sent
-from core.pipeline.run.boundary import flatten
+from core.pipeline.run.messages.boundary import flatten
 from core.pipeline.schedule.actions import Action
 from core.pipeline.schedule.lower import RankPlan
 

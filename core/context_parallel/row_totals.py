@@ -1,0 +1,80 @@
+"""A sum over a context rank's rows that only numbers divide: whether its rows weigh in the loss what a mean's do."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+TOTAL = (
+    "a sum over rows, divided by numbers only"  # how such a sum, and what is made of it, is marked
+)
+_PRODUCTS = ("mul", "div", "truediv", "imul", "itruediv")
+# what is still that sum, times a number
+SCALED = (
+    *_PRODUCTS,
+    "neg",
+    "float",
+    "double",
+    "half",
+    "bfloat16",
+    "to",
+    "clone",
+    "sum",
+    "mean",
+    "view",
+    "reshape",
+)
+
+
+@dataclass
+class Total:
+    """What became of one sum over `rows` rows' losses. weight: of these in the program's loss."""
+
+    rows: float
+    weight: Tensor | None = None
+    knows_ranks: bool = (
+        False  # the program has thought of the ranks: what it divides by may be right
+    )
+
+    def follow(self, name: str, args: tuple, rank_counts: tuple[int, ...]) -> None:
+        """A function of it. A tensor may hold a sum over the ranks; a number of ranks undoes an average."""
+        if name not in _PRODUCTS:
+            return
+        numbers = [x for x in args if not isinstance(x, Tensor)]
+        if not numbers or ("mul" in name and any(x in rank_counts for x in numbers)):
+            self.knows_ranks = True
+
+
+def summed_rows(name: str, args: tuple, kwargs: dict[str, Any]) -> float:
+    """How many rows a loss of torch's sums up, over what it divides them by; 0 if it takes a mean."""
+    reduction = kwargs.get("reduction", "mean")
+    if reduction not in ("sum", "batchmean"):
+        return 0
+    x, target = (
+        args[i] if len(args) > i else kwargs[key] for i, key in enumerate(("input", "target"))
+    )
+    if name == "kl_div":  # of distributions over the last dim
+        rows = x.numel() / x.shape[-1]
+        return rows / x.shape[0] if reduction == "batchmean" else rows
+    if target.is_floating_point():
+        return float(target.numel())
+    return float((target != kwargs.get("ignore_index", -100)).sum())  # labels that are not left out
+
+
+def told_of_totals(weights: Tensor, size: int) -> str:
+    """What is said of the rows' weights on `size` context ranks; "" if nothing.
+
+    A mean's weigh 1 on each rank, or 1 / n where gradients of n microbatches are added: DataParallel averages.
+    """
+    weight = abs(float(weights.mean()))
+    if weight == 0 or not weights.isfinite().all():
+        return ""
+    microbatches = round(1 / weight)
+    is_mean = abs(microbatches * weight - 1) < 1e-2
+    if is_mean and (microbatches == 1 or microbatches % size):
+        return ""
+    return (
+        "a sum over rows which are this context rank's is divided by numbers only: they weigh "
+        f"{weight:.6g} together, a mean's weigh 1. DataParallel and DDP average over the {size} context "
+        f"ranks, which leaves 1/{size} of one process's gradient: multiply it by {size}, or take the mean"
+    )
