@@ -37,7 +37,8 @@ from core.training.run.loader import local_batches
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
 from core.transformer.attention.kernels import kernels_of_run
 
-TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
+# status of a run that was asked to stop before its end (EX_TEMPFAIL)
+TRY_AGAIN = 75
 
 
 def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:

@@ -33,7 +33,8 @@ class CompiledForward(LinearProxy):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The compiled forward. Raises ValueError: it is not one graph, and has to be."""
-        if not self.module.training:  # validation, generation: other shapes with every token
+        # validation, generation: other shapes with every token
+        if not self.module.training:
             return self.call_replaced(*args, **kwargs)
         try:
             return self._compiled(*self._arguments, *args, **kwargs)

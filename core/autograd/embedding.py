@@ -99,7 +99,8 @@ class _DeferredEmbedding(torch.autograd.Function):
             y.masked_fill_((local_ids == rows)[..., None], 0)
         if comm.after_forward is not None:
             y = comm.after_forward(y)
-        if y._is_view():  # autograd lets nobody write into a view that a Function returns
+        # autograd lets nobody write into a view that a Function returns
+        if y._is_view():
             y = y.detach()
         ctx.save_for_backward(local_ids)
         ctx.weight = weight

@@ -46,7 +46,8 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
         return True
     try:
         return bool(torch._C._will_engine_execute_node(node.next_functions[1][0]))
-    except RuntimeError:  # raised for a leaf that `torch.autograd.grad` asks for
+    except RuntimeError:
+        # raised for a leaf that `torch.autograd.grad` asks for
         return False
 
 
@@ -70,7 +71,8 @@ def accumulate(parameter: Parameter, gradient: Tensor) -> None:
         main_grad.add_(gradient)
     elif parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
-    elif parameter.grad.layout is not torch.strided:  # of a sparse embedding that shares the weight
+    elif parameter.grad.layout is not torch.strided:
+        # of a sparse embedding that shares the weight
         parameter.grad = gradient.to(parameter.dtype) + parameter.grad
     else:
         parameter.grad.add_(gradient)

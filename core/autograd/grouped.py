@@ -114,7 +114,8 @@ class _GroupedLinear(torch.autograd.Function):
             autocast_dtype = torch.get_autocast_dtype(device_type)
             x = x.to(autocast_dtype)
             matrices = matrices.to(autocast_dtype)
-        if ctx.needs_input_grad[1]:  # of a frozen weight the input is not needed
+        # of a frozen weight the input is not needed
+        if ctx.needs_input_grad[1]:
             ctx.save_for_backward(x)
         ctx.weight, ctx.counts, ctx.bag = weight, counts, stage.bag
         ctx.region = recomputed_region.get()

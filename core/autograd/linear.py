@@ -66,7 +66,8 @@ class _DeferredLinear(torch.autograd.Function):
         # autograd lets nobody write into a view that a Function returns, and `relu_` is common
         if y._is_view():
             y = y.detach()
-        if ctx.needs_input_grad[1]:  # of a frozen weight the input is not needed
+        # of a frozen weight the input is not needed
+        if ctx.needs_input_grad[1]:
             ctx.save_for_backward(x)
         ctx.weight = weight
         ctx.bias = bias

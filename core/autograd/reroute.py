@@ -132,7 +132,8 @@ def reroute(module: nn.Module, stage: StageContext) -> RerouteHandle:
             continue
         if isinstance(lowest, _DeferringProxy):
             proxy = lowest
-        elif lowest is not None and lowest.replaced is None:  # under a region
+        elif lowest is not None and lowest.replaced is None:
+            # under a region
             proxy = proxy_class(child)
             proxy.replaced, lowest.replaced = None, proxy.call
         elif "forward" not in child.__dict__:

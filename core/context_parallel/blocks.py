@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 Rows = npt.NDArray[np.int64]
 
-STRIP = 256  # queries of a piece with a mask: the mask is at most [STRIP, keys of one rank]
+# queries of a piece with a mask: the mask is at most [STRIP, keys of one rank]
+STRIP = 256
 
 
 class AttentionBlock(NamedTuple):

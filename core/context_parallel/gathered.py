@@ -16,7 +16,8 @@ def forward(
         attended.add(rows.own, k, v)
         return attended.result()
     pending = start_all_gather(torch.stack((k, v))[None], group)
-    attended.add(rows.own, k, v)  # beside the gathering, where the backend works by itself
+    # beside the gathering, where the backend works by itself
+    attended.add(rows.own, k, v)
     of_ranks = pending.wait()  # [cp, 2, b, g, n, d]
     for block in rows.others:
         attended.add(block, of_ranks[block.source, 0], of_ranks[block.source, 1])

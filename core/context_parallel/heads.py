@@ -13,7 +13,8 @@ def to_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     for x in tensors:
         b, a, n, d = x.shape
         by_rank.append(x.reshape(b, u, a // u, n, d).movedim(1, 0))
-    received = all_to_all(torch.cat(by_rank, 2), group)  # [u, b, all heads / u, n, d]
+    # [u, b, all heads / u, n, d]
+    received = all_to_all(torch.cat(by_rank, 2), group)
     for x in by_rank:
         count = x.shape[2]
         found.append(received[:, :, first : first + count].permute(1, 2, 0, 3, 4).flatten(2, 3))
@@ -27,7 +28,8 @@ def from_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     for x in tensors:
         b, heads, rows, d = x.shape
         by_rank.append(x.reshape(b, heads, u, rows // u, d).movedim(2, 0))
-    received = all_to_all(torch.cat(by_rank, 2), group)  # from rank j the j-th share of the heads
+    # from rank j the j-th share of the heads
+    received = all_to_all(torch.cat(by_rank, 2), group)
     for x in by_rank:
         count = x.shape[2]
         found.append(received[:, :, first : first + count].movedim(0, 1).flatten(1, 2))

@@ -141,7 +141,8 @@ def _efficient_forward(
     out, logsumexp, *_ = _aten._scaled_dot_product_efficient_attention(
         q, k, v, _aligned(bias, q, k), True, 0.0, causal, scale=scale
     )
-    return out, logsumexp[:, :, : q.shape[2]]  # it is filled up to 32 rows
+    # it is filled up to 32 rows
+    return out, logsumexp[:, :, : q.shape[2]]
 
 
 def _efficient_backward(

@@ -47,8 +47,10 @@ class RowSums:
     """Follows the outputs of a model's forwards 1, 2, 4, 8 ... with gradients; tells once."""
 
     def __init__(self, group: Group | None, replicas: int = 1) -> None:
-        self.group, self.told = group, False  # None: one rank has all rows
-        self.replicas = replicas  # data ranks, over which gradients are averaged together with cp
+        # None: one rank has all rows
+        self.group, self.told = group, False
+        # data ranks, over which gradients are averaged together with cp
+        self.replicas = replicas
         self._forwards = 0
         self._latest: weakref.ref[_Sums] | None = None
 
@@ -92,7 +94,8 @@ class _Sums(Follower):
         self._owner, self._count, self._compared = owner, 0, False
         # norm and mean of the sums' gradients; what all rows together weigh in the loss, if sums alone say so
         self._numbers = torch.zeros(3, dtype=torch.float64, device=output.device)
-        self._is_loss = output.dim() == 2  # [b, s/cp]: else the rows' losses are the program's
+        # [b, s/cp]: else the rows' losses are the program's
+        self._is_loss = output.dim() == 2
         self._totals: list[Total] = []
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
@@ -108,7 +111,8 @@ class _Sums(Follower):
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
-        if name.endswith("_like") or name.startswith("new_"):  # other values
+        # other values
+        if name.endswith("_like") or name.startswith("new_"):
             return
         if any(x.partial == TOTAL for x in inputs):
             self._follow_total(name, inputs, args, kwargs, result)
@@ -123,7 +127,8 @@ class _Sums(Follower):
                 or _lost(name, args, kwargs, result)
                 or outcome_of(func, name, args, kwargs, result)
             )
-        except Exception:  # who looks on must not end a right program: a call of a form unknown here is not followed
+        except Exception:
+            # who looks on must not end a right program: a call of a form unknown here is not followed
             return
         if outcome in _LARGEST:
             outcome = Finding("reduction", name, tuple(inputs[0].shape))
@@ -295,7 +300,8 @@ def _selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
         if not split_axes.is_split(x.axes, range(len(index))):
             return None
         of_each = torch.arange(len(x), device=index[0].device)
-        if len(index) > 1 and torch.equal(index[0], of_each):  # `hidden[arange(b), last]`
+        # `hidden[arange(b), last]`
+        if len(index) > 1 and torch.equal(index[0], of_each):
             return Finding("cut", name, tuple(x.shape))
         return [(result, (*_own_rows(result), *x.axes[len(index) :]))]
     if isinstance(index, tuple):  # `hidden[:, last]`

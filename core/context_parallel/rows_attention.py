@@ -75,7 +75,8 @@ class Attended:
 
     def __init__(self, rows: RowsOfRing, q: Tensor) -> None:
         self._rows, self._q = rows, q
-        self._dtype = wide(q.dtype) if rows.others else q.dtype  # of what blocks are merged into
+        # of what blocks are merged into
+        self._dtype = wide(q.dtype) if rows.others else q.dtype
         self._out: Tensor
         self._logsumexp: Tensor
 

@@ -22,7 +22,8 @@ from core.parallel_state.state import ParallelState
 
 # steps between two looks at an accelerator's flags, which are copied to the host meanwhile
 READ_EVERY = 64
-BITS = 48  # flags per float64, which holds integers of up to 53 bits exactly
+# flags per float64, which holds integers of up to 53 bits exactly
+BITS = 48
 _MODULUS = 1 << 31
 # whose numbers must be the same: of options, changes of p.grad, dense weights, experts' weights, what is asked for
 _HOLDERS = ("tp-dp-cp", "dp-cp", "dp-cp", "edp", None)
@@ -50,14 +51,17 @@ class Agreement:
         for number, axes in enumerate(_HOLDERS):
             for ranks in ps.grid.all_groups(axes) if axes else ():
                 first_of[number, list(ranks)] = ranks[0]
-        self._first = first_of.to(ps.device)  # with whom each rank is compared
+        # with whom each rank is compared
+        self._first = first_of.to(ps.device)
         self._differed = torch.zeros_like(self._first, dtype=torch.bool)
-        self._flag: HostCopy | None = None  # of an accelerator, under way
+        # of an accelerator, under way
+        self._flag: HostCopy | None = None
         self._no_numbers = torch.zeros(3, dtype=torch.float64, device=ps.device)
         # Ranks of other stages do not come to a read of `p.grad`; without stages all do.
         group = ps.world if ps.size("pp") == 1 else ps.group("dp-cp")
         self._group: Group | None = group if ps.size("dp-cp") > 1 else None
-        self.in_optimizer = False  # of torch's, which has met already: what it reads it reads alike
+        # of torch's, which has met already: what it reads it reads alike
+        self.in_optimizer = False
         self.meetings = 0  # of all ranks: steps, and reads
 
     # what is compared
@@ -174,7 +178,8 @@ class Agreement:
         if look:
             row[-3:-1] = self.weights(look=True)
             if self._group is not self._ps.world:
-                row[-2] = 0.0  # experts: other ranks of the group hold others
+                # experts: other ranks of the group hold others
+                row[-2] = 0.0
         rows = list(all_gather(row, self._group).view(-1, row.numel()))
         self.compare(rows, step, asked_for)
         return [other[1 : 1 + self.num_words] for other in rows]
@@ -187,7 +192,8 @@ class Agreement:
         experts and of sharded classes (DTensor) differ by design. One all-gather of one number each.
         Raises ValueError, on every rank, before anything is updated.
         """
-        group = self._ps.group("dp-cp")  # tensor ranks and stages may hold different parts
+        # tensor ranks and stages may hold different parts
+        group = self._ps.group("dp-cp")
         assert group is not None, "nobody watches updates where there are no replicas"
         checksums = torch.stack(
             [_checksum_of_gradient(parameter, self._ps.device) for parameter in parameters]

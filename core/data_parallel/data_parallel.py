@@ -274,7 +274,8 @@ class DataParallel(GradSync):
         """
         for units in self._units.values():
             units.free(keep=False)
-        for buffer in reversed(self.buffers):  # in the order of the next forward
+        # in the order of the next forward
+        for buffer in reversed(self.buffers):
             buffer.publish()
         if not (self.overlap and any(units.may_wait_at_use for units in self._units.values())):
             self.wait()

@@ -91,7 +91,8 @@ class GradientSums:
             slot.round = None if divided else round_of[slot.buffer]
         self._hooked: list[ParameterSlot] = []
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
-        self.zeroed_by_hand = set[ParameterSlot]()  # after the step
+        # after the step
+        self.zeroed_by_hand = set[ParameterSlot]()
         self._begin_plain()
 
     def _begin_plain(self) -> None:
@@ -159,12 +160,14 @@ class GradientSums:
         gradient = parameter.grad
         if slot.unit is not None:
             slot.unit.missing_gradients -= 1
-        added = type(gradient) is BucketGradient  # already, by `contribute`
+        # already, by `contribute`
+        added = type(gradient) is BucketGradient
         if self.phase and not self._renewed() and self.phase.drops(slot.name):
             parameter.grad = slot.gradient if added else None
             return
         if not added:
-            if slot.shown:  # `.grad` was shown, and the program has set it to None since
+            # `.grad` was shown, and the program has set it to None since
+            if slot.shown:
                 slot.buffer.forget(slot.index)
             if gradient is not None:
                 self.contribute(slot, gradient)
@@ -181,7 +184,8 @@ class GradientSums:
     def contribute(self, slot: ParameterSlot, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, inside of a backward."""
         if self.phase and not (self.zeroed_by_hand and self._renewed()):
-            return  # `gradient_hooked`, which follows, decides what becomes of it
+            # `gradient_hooked`, which follows, decides what becomes of it
+            return
         # no hook saw this backward begin
         if self._divided and not (self._has_executor or self._current_round.open):
             self.plain_backward(self._stage_of[slot.buffer])
@@ -254,7 +258,8 @@ class GradientSums:
         return changed
 
     def _put(self, slot: ParameterSlot, full: Tensor, factor: float) -> None:
-        if "dp-cp" in layout_of(slot.parameter).gradient_groups:  # other ranks hold other experts
+        # other ranks hold other experts
+        if "dp-cp" in layout_of(slot.parameter).gradient_groups:
             self.changes.add(slot.index)
             self.changes.add(full)
         store_gradient(slot, full, factor)
@@ -298,7 +303,8 @@ class GradientSums:
             self._advance(round_)
 
     def _advance(self, round_: Round) -> None:
-        if self._overlap and round_ is not self._shared:  # shared buckets wait for all their stages
+        # shared buckets wait for all their stages
+        if self._overlap and round_ is not self._shared:
             round_.advance()
 
     def backward_begins(self, stage: nn.Module) -> None:

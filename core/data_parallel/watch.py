@@ -46,7 +46,8 @@ class UpdateWatch:
         # of the agreement, at the last forward and at the last look
         self._meetings = self._meetings_at_look = 0
         self._versions = 0
-        self._seen: Tensor | None = None  # checksums of the weights
+        # checksums of the weights
+        self._seen: Tensor | None = None
         self._hooks: list[Any] = []
         if agreement.is_shared:
             # torch's registry must not keep this alive, nor a deep copy have its hooks
@@ -89,7 +90,8 @@ class UpdateWatch:
         A parameter that only other ranks reached has a gradient here too, as under DDP.
         Raises ValueError, on every rank, before anything is updated.
         """
-        if hasattr(optimizer, "shard"):  # ours meet with the gradient norm
+        # ours meet with the gradient norm
+        if hasattr(optimizer, "shard"):
             return
         sums, slots, outside = self._slots[0].sums, [], []
         for group in optimizer.param_groups:
@@ -148,7 +150,8 @@ class UpdateWatch:
             words=words,
             look=look,
         )
-        if not missing:  # nothing is read, which would wait for a device
+        # nothing is read, which would wait for a device
+        if not missing:
             return
         missing_everywhere = [[int(word) for word in other.tolist()] for other in everyone]
         for slot in missing:
@@ -162,7 +165,8 @@ class UpdateWatch:
         """Raises ValueError, on every rank: weights were written since the last forward, with other values."""
         if not (module.training and torch.is_grad_enabled()) or module not in self._stages:
             return
-        if torch._C._current_graph_task_id() != -1:  # a recomputation
+        # a recomputation
+        if torch._C._current_graph_task_id() != -1:
             return
         agreement = self._agreement
         self._forwards += 1

@@ -17,7 +17,8 @@ from core.datasets.card import card_path
 from core.datasets.token_file import TokenFile, file_paths
 from core.datasets.tokenizers.any_tokenizer import tokenizer_of
 
-_MAX_SAMPLED = 100_000  # documents whose length is read: evenly spread over a file of more
+# documents whose length is read: evenly spread over a file of more
+_MAX_SAMPLED = 100_000
 
 
 def facts(file: TokenFile, sample: int = 100) -> dict[str, Any]:
@@ -162,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told += f"\n  {'verified':<12} {kind} read and right"
     try:
         print(told, flush=True)
-    except BrokenPipeError:  # `| head` has read enough; what is left is flushed at exit, to nowhere
+    except BrokenPipeError:
+        # `| head` has read enough; what is left is flushed at exit, to nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

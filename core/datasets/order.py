@@ -29,7 +29,8 @@ def permute(index: npt.ArrayLike, n: int, *, seed: int, epoch: int = 0) -> Ids:
     # A Feistel network permutes 2^(2*half) numbers, up to 4n of them. Whoever lands outside [0, n) walks on
     # along its cycle until inside: that is again a permutation of [0, n), after at most 4 steps on average.
     half = max(2, ((n - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch)  # a permutation of its own for each epoch
+    # a permutation of its own for each epoch
+    keys = _round_keys(seed, epoch)
     values = _feistel(positions.reshape(-1).astype(np.uint64), half, keys)
     while (outside := values >= n).any():
         values[outside] = _feistel(values[outside], half, keys)

@@ -60,7 +60,8 @@ def is_locked(prefix: str | Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # there is none, or the file system has no locks
+    except OSError:
+        # there is none, or the file system has no locks
         pass
     return False
 

@@ -127,7 +127,8 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
         raise ValueError(
             f"--end-of-text {options.end_of_text}: a tokenizer that is learned has one of its own; leave it out"
         )
-    from core.datasets.tokenizers.trained import train_tokenizer  # needs an extra
+    # needs an extra
+    from core.datasets.tokenizers.trained import train_tokenizer
 
     print(f"learning {options.train_tokenizer} tokens", file=sys.stderr, flush=True)
     # only cuts the input into texts; its tokens are not used
@@ -219,7 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)  # unwinds, which removes temporary files and workers
+    # unwinds, which removes temporary files and workers
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,11 @@ DTYPES = {
     code: np.dtype(name)
     for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"))
 }
-DTYPES[8] = np.dtype("<u2")  # 6 and 7 are floating point: no token ids
+# 6 and 7 are floating point: no token ids
+DTYPES[8] = np.dtype("<u2")
 _REMEDY = "write it again with TokenFileWriter"
-_BLOCK = 1 << 20  # entries of a table, or tokens, that `verify` reads at a time
+# entries of a table, or tokens, that `verify` reads at a time
+_BLOCK = 1 << 20
 
 Array = npt.NDArray[np.integer]
 

@@ -30,7 +30,8 @@ from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 20  # entries of a table that are written at a time
-_MAX_LENGTH = 2**31 - 1  # tokens of one sequence, in a table of i32
+# tokens of one sequence, in a table of i32
+_MAX_LENGTH = 2**31 - 1
 
 
 class TokenFileWriter:
@@ -156,7 +157,8 @@ class TokenFileWriter:
             )
 
     def _write(self, tokens: Array, added: list[int], *, continued: bool) -> None:
-        if continued:  # the document was cut between two jobs of the preparation
+        # the document was cut between two jobs of the preparation
+        if continued:
             added[0] += self._lengths.pop()
         if added and max(added) > _MAX_LENGTH:
             raise ValueError(
@@ -181,7 +183,8 @@ class TokenFileWriter:
                     _flush(self._file)
                     self._commit()
         finally:
-            with contextlib.suppress(OSError):  # what is buffered may no longer fit
+            # what is buffered may no longer fit
+            with contextlib.suppress(OSError):
                 self._file.close()
             for path in self._temporary:
                 path.unlink(missing_ok=True)

@@ -47,7 +47,8 @@ def find(path: str) -> str:
     say(f"{path}: the newest of {len(steps)} steps, {step_name(newest)}", error=True)
     try:
         return root.open(newest).address
-    except OSError:  # it cannot be read: the command that reads it reports why
+    except OSError:
+        # it cannot be read: the command that reads it reports why
         return below(root.files.address, step_name(newest))
 
 

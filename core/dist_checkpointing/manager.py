@@ -116,7 +116,8 @@ class CheckpointManager:
         self._handle: SaveHandle | None = None
         self._copy: BackgroundCall | CopyBesideStep | None = None
         self._stage: PinnedStage | None = None  # of an accelerator
-        self._failure: str | None = None  # of a save in the background, until it is raised once
+        # of a save in the background, until it is raised once
+        self._failure: str | None = None
         self._entered = False
 
     def note(self, facts: Mapping[str, Any]) -> None:
@@ -197,7 +198,8 @@ class CheckpointManager:
             program.copy(exchanged)
             for copy in beside:
                 copy.start(program.copy, partial(program.begin, job))
-        except BaseException:  # an interrupt, too: nothing was handed over
+        except BaseException:
+            # an interrupt, too: nothing was handed over
             with contextlib.suppress(OSError, ValueError):
                 job.withdraw()
             raise
@@ -229,7 +231,8 @@ class CheckpointManager:
         if self._copy is not None:
             copy, self._copy = self._copy, None
             problem = problem_of(copy.wait)
-            if problem is not None:  # nothing was handed over to the writer: this save is over
+            # nothing was handed over to the writer: this save is over
+            if problem is not None:
                 self._end_save(f"{type(problem).__name__}: {problem}")
 
     def _copy_beside(self, save_plan: SavePlan) -> CopyBesideStep | None:
@@ -301,7 +304,8 @@ class CheckpointManager:
         handle, self._handle = self._handle, None
         if error is not None:
             self._failure = f"the save of step {handle.step} failed: {error}"
-            with contextlib.suppress(OSError):  # the temporary may be gone
+            # the temporary may be gone
+            with contextlib.suppress(OSError):
                 if self.ps.rank == 0:
                     handle._job.abandon()
                 else:

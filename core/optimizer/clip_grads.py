@@ -93,7 +93,8 @@ def get_grad_norm(
     norms = [
         torch.linalg.vector_norm(gradient, norm_type).double().reshape(1) for gradient in gradients
     ]
-    zero = torch.zeros(1, dtype=torch.float64, device=ps.device)  # of a rank that counts nothing
+    # of a rank that counts nothing
+    zero = torch.zeros(1, dtype=torch.float64, device=ps.device)
     if math.isinf(norm_type):
         return all_reduce(torch.cat([zero, *norms]).max().reshape(1), ps.world, "max")[0]
     total = torch.cat([zero, *norms]).pow(norm_type).sum().reshape(1)
@@ -107,7 +108,8 @@ def _norm_in_buckets(slots: Sequence[ParameterSlot], order: float) -> Tensor:
     slots[0].request_values()
     with_gradient = [slot for slot in slots if slot.parameter.grad is not None]
     meet(with_gradient, f"a norm of order {order}")
-    counted = []  # of a table tied over the pipeline's ends one rank's
+    # of a table tied over the pipeline's ends one rank's
+    counted = []
     for slot, norm in zip(with_gradient, global_norms(with_gradient, order), strict=True):
         if (
             "embedding" not in layout_of(slot.parameter).partial

@@ -162,7 +162,8 @@ class Groups:
         """`state`, if anybody has changed it since this was made; else nothing: a configuration may state it anew."""
         state = self.state()
         expected = self._first_state
-        if not self.rates_from_outside:  # the schedule's own rates are no change
+        # the schedule's own rates are no change
+        if not self.rates_from_outside:
             pairs = zip(self._first_state, state, strict=True)
             expected = [{**first, "lr": current["lr"]} for first, current in pairs]
         if state != expected:

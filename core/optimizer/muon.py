@@ -132,7 +132,8 @@ class ShardedMuon(ShardedOptimizer):
             muon_group.update(lr=options["lr"], momentum=options["momentum"])
             muon_group["weight_decay"] = options["weight_decay"] if decays else 0.0
             if shard.name in self._reached.left_out:
-                continue  # grad stays None, so torch leaves its matrices out
+                # grad stays None, so torch leaves its matrices out
+                continue
             dtype = matrices[0].dtype
             gradient = state_buffer.gradients[slice(*shard.span)].to(dtype) * scale.to(dtype)
             for matrix, matrix_gradient in zip(

@@ -198,7 +198,8 @@ class ShardedOptimizer(SavedStates):
             shard.finish()
         shard.take_weights()
         changes_by_hand = shard.take_gradients()
-        if self.step_count == 0:  # weights may have been loaded or written since this was made
+        # weights may have been loaded or written since this was made
+        if self.step_count == 0:
             self.begin_average()
 
         # The divisor: tokens (or replicas) times loss scale.
@@ -297,7 +298,8 @@ class ShardedOptimizer(SavedStates):
             for b in self._state_buffers
             if b.main is not None and (b.direct or all_buffers)
         ]
-        if pairs:  # one call: on an accelerator one pass over all buckets
+        # one call: on an accelerator one pass over all buckets
+        if pairs:
             torch._foreach_copy_([weights for weights, _ in pairs], [main for _, main in pairs])
 
     def _count_step(self, found_inf: Tensor, *, scaled: bool) -> None:

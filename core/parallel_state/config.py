@@ -6,7 +6,8 @@ from math import isqrt, prod
 
 AXES = ("pp", "dp", "cp", "tp")
 CP_COMM_TYPES = ("all_gather", "p2p", "a2a", "a2a+p2p")
-_LARGEST_TRIED = 65536  # divisors are for messages: a mistyped number must not take minutes
+# divisors are for messages: a mistyped number must not take minutes
+_LARGEST_TRIED = 65536
 
 
 def divisors(n: int) -> list[int]:

@@ -63,7 +63,8 @@ class ContextRows:
         if wrong := wrong_length(s, self.size):
             raise ValueError(wrong)
         count = s // self.size
-        first = self.rank % self.ulysses * count  # of this part among the rows of the ring's rank
+        # of this part among the rows of the ring's rank
+        first = self.rank % self.ulysses * count
         runs = []
         for run in zigzag(s, self.ring, self.ring_rank):
             part = run[max(0, first) : max(0, first + count)]

@@ -5,7 +5,8 @@ from core.parallel_state.config import ParallelConfig
 from core.parallel_state.state import ParallelState
 
 _current: ParallelState | None = None
-_alone: ParallelState | None = None  # of a process that never initialized one
+# of a process that never initialized one
+_alone: ParallelState | None = None
 
 
 def initialize_model_parallel(

@@ -39,7 +39,8 @@ def local_device(kind: str | None = None, *, shared: bool = False) -> torch.devi
     count = torch.accelerator.device_count()
     # nobody chose, and there is something to choose
     if requested.index is None and index == 0 and count > 1:
-        index = int(os.environ.get("LOCAL_RANK", 0))  # as torchrun numbers the processes of a host
+        # as torchrun numbers the processes of a host
+        index = int(os.environ.get("LOCAL_RANK", 0))
     if shared and requested.index is None:
         index = int(os.environ.get("LOCAL_RANK", 0)) % count
     if index >= count:
@@ -61,11 +62,13 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16 or device.type in ("cpu", "meta"):
         return
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
-    if supported is None:  # a backend that does not tell; its kernels will
+    # a backend that does not tell; its kernels will
+    if supported is None:
         return
     try:
         is_native = supported(including_emulation=False)
-    except TypeError:  # a backend that has no emulation to leave out
+    except TypeError:
+        # a backend that has no emulation to leave out
         is_native = supported()
     if not is_native:
         raise ValueError(

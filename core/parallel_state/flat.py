@@ -213,5 +213,6 @@ def _bucket(members: list[Entry], ranks: int) -> Bucket:
         offset += entry.size
     first, step = members[0], ranks * PART_ALIGN
     unit = "" if first.vector else first.unit
-    size = -(-offset // step) * step or step  # parameters without elements have a bucket too
+    # parameters without elements have a bucket too
+    size = -(-offset // step) * step or step
     return Bucket(first.stage, unit, first.group, first.dtype, first.vector, tuple(slots), size)

@@ -78,7 +78,8 @@ class Grid:
     def _vary(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` only, ascending."""
         first = rank
-        for axis in axes:  # the member with position 0 along all of them
+        # the member with position 0 along all of them
+        for axis in axes:
             first -= rank // self._strides[axis] % self.sizes[axis] * self._strides[axis]
         ranks = [first]
         for axis in axes:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from core.parallel_state.layout import Layout, layout_of, true_part
 from core.parallel_state.random import mix32
 
-DRAW_BLOCK = 1 << 20  # elements of one block: the unit of drawing, whatever the layout
+# elements of one block: the unit of drawing, whatever the layout
+DRAW_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)

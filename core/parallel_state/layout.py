@@ -85,7 +85,8 @@ class Layout:
                     start[dim] += coordinate.get(axis, 0) * block
         box = []
         for begin, size, full_size in zip(start, local, self.shape, strict=True):
-            end = min(begin + size, full_size)  # rows beyond the true shape are padding
+            # rows beyond the true shape are padding
+            end = min(begin + size, full_size)
             box.append(slice(min(begin, end), end))
         return tuple(box)
 
@@ -97,7 +98,8 @@ class Layout:
         """
         # the axes along which several ranks hold the same elements; the rank at 0 on all of them owns these
         repeats: tuple[str, ...] = ("edp",) if "ep" in self.split else ("dp", "cp", "tp")
-        if "embedding" in self.partial:  # only then does the last stage repeat the first's
+        # only then does the last stage repeat the first's
+        if "embedding" in self.partial:
             repeats += ("embedding",)
         return all(coordinate.get(axis, 0) == 0 for axis in repeats if axis not in self.split)
 

@@ -9,7 +9,8 @@ from torch.nn import Parameter
 
 from core.parallel_state.spread import keep_layouts
 
-Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]  # a mapping names the stages
+# a mapping names the stages
+Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
 T = TypeVar("T", bound=Tensor)
 _NamedTensors = Callable[[nn.Module, str], Iterator[tuple[str, T]]]
 

@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from core.parallel_state.initial import Init
 from core.parallel_state.layout import Layout, has_layout, layout_of, set_layout
 
-_SPREAD_ATTRIBUTE = "_spread_parameters"  # attribute of a module: name -> Spread
+# attribute of a module: name -> Spread
+_SPREAD_ATTRIBUTE = "_spread_parameters"
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,8 @@ class SpreadModule(nn.Module):
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)  # which may swap tensors with all their attributes
+        # which may swap tensors with all their attributes
+        super()._load_from_state_dict(*args)
         _keep_layouts_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

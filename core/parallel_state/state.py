@@ -81,7 +81,8 @@ class ParallelState:
         return cls(config, rank, this_device, groups, world)
 
     def __deepcopy__(self, memo: dict) -> "ParallelState":
-        return self  # frozen: a copied model lives on the same ranks
+        # frozen: a copied model lives on the same ranks
+        return self
 
     @cached_property
     def grid(self) -> Grid:

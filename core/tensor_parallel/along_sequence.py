@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from core.autograd.recomputation.lazy_product import linears_of_region
 
-DIFFERENT = 0.02  # of the largest output: more than rounding of 16-bit numbers
+# of the largest output: more than rounding of 16-bit numbers
+DIFFERENT = 0.02
 
 
 def probe_foreign_modules(model: nn.Module) -> None:

@@ -15,7 +15,8 @@ from core.autograd.gradients import no_second_derivative
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.tensor_parallel.mappings import outside_graphs
 
-_CPU_CHUNK = 1 << 19  # elements at a time that stay in a core's cache
+# elements at a time that stay in a core's cache
+_CPU_CHUNK = 1 << 19
 # Elsewhere a pass over 128 MiB of float32 takes some 50 us (4 TB/s), ten times the launch of a kernel; a larger chunk
 # is only more memory at the peak of a step.
 _DEVICE_CHUNK = 1 << 25
@@ -73,7 +74,8 @@ def exp_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     for rows, chunk in _chunks(logits):
         values = chunk if chunk.dtype == dtype else chunk.to(dtype)
         torch.amax(values, -1, out=local_max[rows])
-        local_max[rows].clamp_(min=torch.finfo(dtype).min)  # a row of padding only
+        # a row of padding only
+        local_max[rows].clamp_(min=torch.finfo(dtype).min)
         torch.sum(values.sub_(local_max[rows, None]).exp_(), -1, out=local_sum[rows])
     return local_max, local_sum
 
@@ -119,7 +121,8 @@ class _CrossEntropy(torch.autograd.Function):
         target = labels.reshape(-1)
         dtype = compute_dtype(flat.dtype)
         first = group.rank * columns if group is not None else 0
-        true_columns = max(0, min(columns, vocab - first))  # the last ranks may hold padding
+        # the last ranks may hold padding
+        true_columns = max(0, min(columns, vocab - first))
         counted = target != ignore
 
         # The label's logit, on the rank that has its column; 0 on the others.

@@ -162,7 +162,8 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        sequence_shard(x, group)  # for its error, which names the remedy
+        # for its error, which names the remedy
+        sequence_shard(x, group)
         return reduce_scatter(x, group)
 
     @staticmethod
@@ -183,7 +184,8 @@ class _SumGradient(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
         if has_main_grad(ctx.weight):
-            return gradient, None  # the owner of main_grad sums once per step
+            # the owner of main_grad sums once per step
+            return gradient, None
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 

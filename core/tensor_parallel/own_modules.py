@@ -22,8 +22,10 @@ from core.tensor_parallel.split_activations import SplitActivations
 from core.tensor_parallel.watch import SplitWatch
 from core.tensor_parallel.whole_matrices import watch_optimizers
 
-_LOOKED_AT = 2  # forwards in which it is seen what is done to columns between linears
-_MODULE_CALLS = 10_000  # without any of the layers, after which they are no longer looked for
+# forwards in which it is seen what is done to columns between linears
+_LOOKED_AT = 2
+# without any of the layers, after which they are no longer looked for
+_MODULE_CALLS = 10_000
 
 
 class OwnModules:
@@ -32,7 +34,8 @@ class OwnModules:
     def __init__(self, group: Group, *, splits_sequence: bool) -> None:
         self._group, self._splits_sequence = group, splits_sequence
         self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._by_hand: ByHand | None = None  # initial values by hand
+        # initial values by hand
+        self._by_hand: ByHand | None = None
         self._warned_of: set[str] = set()
         self._calls = 0
         self._stop_looking: weakref.finalize | None = None
@@ -41,7 +44,8 @@ class OwnModules:
         return self  # a copied layer waits here, too
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # a layer out of a file is not watched
+        # a layer out of a file is not watched
+        return type(None), ()
 
     def add(self, layer: nn.Module) -> None:
         """Look for the module around `layer`, and meanwhile listen to what is called on its parameters by hand."""

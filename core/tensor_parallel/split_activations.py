@@ -176,7 +176,8 @@ class SplitActivations(Follower):
             return
         try:
             outcome = split_functions.outcome_of(func, name, args, kwargs, result)
-        except Exception:  # who looks on must not end a right program: a call of a form unknown here is not followed
+        except Exception:
+            # who looks on must not end a right program: a call of a form unknown here is not followed
             return
         if isinstance(outcome, Finding):
             self._tell(outcome)

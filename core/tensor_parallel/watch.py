@@ -52,7 +52,8 @@ _BATCH = "the batch"
 def _has_full_memory(parameter: Tensor) -> bool:
     """Whether it is no other kind of tensor (FSDP2's), and its memory is there (ZeRO-3 frees it)."""
     plain = type(parameter).__torch_dispatch__ is Parameter.__torch_dispatch__
-    with torch._C.DisableTorchFunctionSubclass():  # asking must not gather it
+    # asking must not gather it
+    with torch._C.DisableTorchFunctionSubclass():
         return (
             plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
         )
@@ -93,7 +94,8 @@ class SplitWatch:
         self._forwards = 0
         self._warned_of_hooks = not (warns_of_hooks and group is not None)
         self._warned_of_parts = False
-        self._by_hand: ByHand | None = None  # observes arithmetic between forwards
+        # observes arithmetic between forwards
+        self._by_hand: ByHand | None = None
         self._split: list[tuple[nn.Module, str]] = []
         self._forwards_with_gradients = 0
         # kinds of arithmetic, on weights or on gradients
@@ -116,13 +118,15 @@ class SplitWatch:
         """
         if self._by_hand is not None:
             self._by_hand.close()
-        if torch._C._are_functorch_transforms_active():  # values cannot be compared there
+        # values cannot be compared there
+        if torch._C._are_functorch_transforms_active():
             return
         self._forwards += 1
         updated = self._probe is not None and self._probe[0]._version != self._probe[1]
         if self._forwards & (self._forwards - 1) and not updated:
             return
-        if self._forwards == 1 or updated:  # only the first update is waited for
+        # only the first update is waited for
+        if self._forwards == 1 or updated:
             probe = next((p for p in module.parameters() if p.requires_grad), None)
             self._probe = (probe, probe._version) if probe is not None and not updated else None
         keep_layouts(module)
@@ -336,7 +340,8 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
     if is_replicated is None:
         detached = output.detach()
         if detached.numel() == 0 or (detached == detached.reshape(-1)[0]).all():
-            return  # parts of a head that begins with zeros are the same, too
+            # parts of a head that begins with zeros are the same, too
+            return
         values = fingerprint(detached)
 
     def hook(gradient: Tensor) -> None:

@@ -55,7 +55,8 @@ def watch_optimizers(model: nn.Module) -> None:
             elif parameter.dim() > 2:
                 fused_names.append(name)
         if affected := split_names or fused_names:
-            warned = True  # the hook stays: torch walks through them now
+            # the hook stays: torch walks through them now
+            warned = True
             warnings.warn(
                 f"{optimizer_class.__name__} may look at a matrix as a whole (as Adafactor, Muon, LAMB do): of "
                 f"{affected[0]} it sees this rank's part, or [groups, heads, d, h] for [out, in], and does something "

@@ -204,7 +204,8 @@ class _Batch:
             columns < self._fill[:, None] if len(texts) > 1 and bool(self._fill.any()) else None
         )
         self._cache = KVCache(len(columns), padding)
-        self._cached_tokens = 0  # the same on all ranks: a stage without layers keeps no keys
+        # the same on all ranks: a stage without layers keeps no keys
+        self._cached_tokens = 0
 
     def advance(self) -> dict[int, int]:
         """One more token for each text that is not complete: row -> token."""

@@ -33,7 +33,8 @@ def _feed_forward(config: TransformerConfig, layer: int) -> int:
     width = config.moe_router_topk * config.moe_ffn + (
         config.moe_shared_expert_intermediate_size or 0
     )
-    return h * (width * products + config.num_moe_experts)  # the last is the router
+    # the last is the router
+    return h * (width * products + config.num_moe_experts)
 
 
 def _visible(sequence_length: int, window: int | None) -> float:

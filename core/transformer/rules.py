@@ -60,7 +60,8 @@ def _context_rules(
         ("num_attention_heads", config.num_attention_heads),
         ("num_query_groups", config.groups),
     ):
-        local = size // tp if size % tp == 0 else 0  # else another rule refuses it
+        # else another rule refuses it
+        local = size // tp if size % tp == 0 else 0
         valid = ", ".join(str(d) for d in range(1, local + 1) if local % d == 0)
         yield (
             local % ulysses == 0,

@@ -98,7 +98,8 @@ class TransformerConfig:
     rotary_scaling: RotaryScaling | None = None  # the frequencies as `rotary_base` gives them
     # per layer, instead of the three above; a layer with None does not rotate (NoPE, arXiv 2305.19466)
     rotary_per_layer: tuple[RotaryConfig | None, ...] | None = None
-    softmax_scale: float | None = None  # head_size ** -0.5: of the scores, before their softmax
+    # head_size ** -0.5: of the scores, before their softmax
+    softmax_scale: float | None = None
     # of token embeddings; a tied output layer multiplies by the table itself
     embedding_multiplier: float = 1.0
     # per layer: tokens that a token sees, itself included

@@ -105,7 +105,8 @@ class RegionLinears:
 
     def end(self) -> None:
         """The second run is over and its outputs are gone: what is still alive is held elsewhere."""
-        self.in_second_run = False  # nothing is postponed from now on
+        # nothing is postponed from now on
+        self.in_second_run = False
         self.compute_alive()
 
 
@@ -161,11 +162,13 @@ class LazyProduct(Tensor):
         if state.in_second_run and all(make_lazy._compute is not None for make_lazy in lazies):
             if packet in _POSTPONED and kwargs.get("device") is None:
                 return _postpone(func, leaves, spec, lazies[0])
-            if packet in _LIKE_FACTORIES:  # random numbers are drawn now, as in the first run
+            # random numbers are drawn now, as in the first run
+            if packet in _LIKE_FACTORIES:
                 return _apply(func, [_empty_like(leaf) for leaf in leaves], spec)
             if packet is aten.native_dropout:
                 return _postpone_dropout(*args)
-        if func._schema.is_mutable:  # postponed operations need the value before this write
+        # postponed operations need the value before this write
+        if func._schema.is_mutable:
             state.compute_alive()
         values = {id(make_lazy.value()): make_lazy for make_lazy in lazies}
         out = _apply(

@@ -58,7 +58,8 @@ class Submodules:
             seen.add(id(submodule))
             self.modules.append(submodule)
             attributes = submodule.__dict__
-            if isinstance(submodule, torch.jit.ScriptModule):  # keeps its parts elsewhere
+            # keeps its parts elsewhere
+            if isinstance(submodule, torch.jit.ScriptModule):
                 parameters.update(dict.fromkeys(submodule.parameters(recurse=False)))
                 to_visit += submodule.children()
                 continue

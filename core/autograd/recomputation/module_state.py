@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from core.autograd.proxy import has_compiled_code
 
-SMALL = 1 << 16  # bytes that are always copied, rather than asked whether they were written
+# bytes that are always copied, rather than asked whether they were written
+SMALL = 1 << 16
 _ABSENT: Any = object()
 _HOLDERS = (list, tuple, dict, set)
 
@@ -123,7 +124,8 @@ class ModuleState:
     def before(self) -> StateBefore:
         """Before a first run."""
         before: list[_BufferBefore] = []
-        copies: dict[int, Tensor] = {}  # one buffer of two modules stays one
+        # one buffer of two modules stays one
+        copies: dict[int, Tensor] = {}
         for owner in self._owners:
             if not owner._buffers:
                 continue
@@ -186,7 +188,8 @@ class ModuleState:
         """After a first run that will be tried again: as before it."""
         for module, name, value in before.attributes:
             _set_attribute(module, name, value)
-        for module, attributes_before in before.all_attributes:  # it did not end
+        # it did not end
+        for module, attributes_before in before.all_attributes:
             module.__dict__.update(attributes_before)
         for saved in before.buffers:
             _set_buffer(saved.owner, saved.name, saved.buffer)
@@ -208,7 +211,8 @@ class ModuleState:
         attributes = [(m, name, m.__dict__.get(name, _ABSENT)) for m, name, _ in before.attributes]
         for submodule, name, value in before.attributes:
             _set_attribute(submodule, name, value)
-        for norm in self._norms:  # in training they do not read their statistics
+        # in training they do not read their statistics
+        for norm in self._norms:
             if norm.training:
                 for name, buffer in list(norm._buffers.items()):
                     if buffer is not None:

@@ -32,7 +32,8 @@ class Notes:
         self._noted: list[
             tuple[tuple[Any, ...], list[int]]
         ] = []  # values; how often each tensor had been written
-        self._next: int | None = None  # to be read by the second run
+        # to be read by the second run
+        self._next: int | None = None
         self._noted_activations = False
         self._outer: Notes | None = None
 
@@ -41,7 +42,8 @@ class Notes:
         """Around the forward whose results are noted; a region inside a second run reads from the outer one."""
         self._noted, self._next, self._outer = [], None, _current.get()
         self._noted_activations = False
-        if self._outer is not None:  # what the outer one noted is read here, not made
+        # what the outer one noted is read here, not made
+        if self._outer is not None:
             self.keeps_activations = self.keeps_activations or self._outer.keeps_activations
         token = _current.set(self)
         try:

@@ -36,7 +36,8 @@ def _unnamed_parameter(
 ) -> Tensor | None:
     """A parameter that the region reads and nobody named: it would silently get no gradient."""
     named = {id(t) for t in sources}
-    seen = {t.grad_fn for t in sources}  # behind a computed source its own graph continues
+    # behind a computed source its own graph continues
+    seen = {t.grad_fn for t in sources}
     to_visit = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in ends]
     while to_visit:
         node = to_visit.pop()
@@ -84,7 +85,8 @@ class _Recompute(torch.autograd.Function):
         # An output may be an input, a parameter or somebody's buffer: as an alias, those keep their own history.
         results = tuple(out.detach() for out in region.call_first(inputs))
         ctx.region, ctx.parameters = region, tensors[region.count :]
-        ctx.set_materialize_grads(False)  # an unused output gives no gradient, not zeros
+        # an unused output gives no gradient, not zeros
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
         region.wants_no_gradient = region.history.constants(results, tensors)
         without_gradient = []
@@ -143,7 +145,8 @@ def _run_with_graph(
     history = region.history
     watch = LeakWatch() if history.leaks_tensors is None and not history.state.compiled else None
     region.state_before = history.state.before()
-    token = recomputed_region.set(region)  # regions inside are part of it
+    # regions inside are part of it
+    token = recomputed_region.set(region)
     try:
         with watch or nullcontext(), region.notes.first_run():
             results = call_with_graph(region.fn, args, kwargs, region.as_first, tensors)
@@ -157,7 +160,8 @@ def _run_with_graph(
         history.note_outputs(results, (*tensors, *parameters))
         unnamed = _unnamed_parameter(ends, (*tensors, *parameters))
         history.leaks_tensors = region.state_before.leaks_tensors or unnamed is not None
-        if watch is not None and not history.leaks_tensors:  # asked last: it may collect garbage
+        # asked last: it may collect garbage
+        if watch is not None and not history.leaks_tensors:
             history.leaks_tensors = watch.leaked(results)
     region.state_before.attributes += history.computed
     return results

@@ -66,7 +66,8 @@ class Region:
         self.fn, self.stage, self.notes = fn, stage, Notes()
         # a tensor passed twice stays one tensor in the second run (attention asks `query is key`)
         index_of: dict[int, int] = {}
-        self.tensor_indices: list[int | None] = []  # of each leaf; None of a constant
+        # of each leaf; None of a constant
+        self.tensor_indices: list[int | None] = []
         self.constants: list[Any] = []
         self.tensors: list[Tensor] = []
         for leaf in leaves:
@@ -81,8 +82,10 @@ class Region:
             self.constants.append(None)
         self.count = len(self.tensors)
         self.history, self.linears = RegionHistory(), RegionLinears()
-        self.in_backward = False  # its own; one inside `fn` is another
-        self.wants_no_gradient: list[bool] = []  # of each result, whether it wants no gradient
+        # its own; one inside `fn` is another
+        self.in_backward = False
+        # of each result, whether it wants no gradient
+        self.wants_no_gradient: list[bool] = []
         self.out_spec: Any = None
         self.output_is_tensor: list[bool] = []
         self.out_constants: list = []
@@ -137,7 +140,8 @@ class Region:
         try:
             ends = _backward_ends(self._rerun_as_first(tensors, self.linears), gradients)
             self.linears.end()
-        except Exception:  # perhaps code that bypasses torch's dispatch found no value
+        except Exception:
+            # perhaps code that bypasses torch's dispatch found no value
             if not self.linears.has_postponed:
                 raise
             self.history.early_stop_tries = 0

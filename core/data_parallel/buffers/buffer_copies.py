@@ -36,7 +36,8 @@ class BufferCopies:
                         full_name = f"{path}.{name}" if path else name
                         self._watched.append(((number, full_name), module, name))
         self.enabled = self._group is not None and bool(self._watched)
-        self._written: list[Key] | None = None  # None: the first forward has not been seen yet
+        # None: the first forward has not been seen yet
+        self._written: list[Key] | None = None
         self._dirty = self._warned = False
         self._initial_values: dict[Key, Tensor] = {}
         self._versions: dict[Key, tuple[int, int]] = {}
@@ -66,7 +67,8 @@ class BufferCopies:
         ):
             return
         run = which_run()
-        if run == 2:  # on copies of the buffers as the first run found them
+        # on copies of the buffers as the first run found them
+        if run == 2:
             return
         if self._dirty and (torch.is_grad_enabled() or run == 1):
             self.send()

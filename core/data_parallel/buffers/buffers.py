@@ -95,7 +95,8 @@ class Buffer(Weights):
         self._is_empty = [False] * len(self.parameters)
         # since the last zero(), through take() or add()
         self._was_added_to = [False] * len(self.parameters)
-        self._first_sum = True  # stages 2, 3: whether no sum of this step has ended yet
+        # stages 2, 3: whether no sum of this step has ended yet
+        self._first_sum = True
         for parameter, view in zip(self.parameters, self._full_gradients, strict=True):
             parameter.main_grad = view  # type: ignore[attr-defined]
             owner_changed(parameter)
@@ -131,7 +132,8 @@ class Buffer(Weights):
         """The memory of gradient `index`, to be overwritten."""
         if not self._grad_storage.has_memory:
             self._grad_storage.allocate()
-            self._grad_storage.flat[self.bucket.slots[-1].stop :].zero_()  # the padding
+            # the padding
+            self._grad_storage.flat[self.bucket.slots[-1].stop :].zero_()
         self._is_empty[index] = False
         view = self._full_gradients[index]
         self.parameters[index].main_grad = view  # type: ignore[attr-defined]
@@ -224,7 +226,8 @@ class Buffer(Weights):
         """
         self._first_sum = True
         if self.stage >= 2:
-            if self._grad_storage.has_memory:  # of a backward that was given up
+            # of a backward that was given up
+            if self._grad_storage.has_memory:
                 self._free_gradients()
             return
         for index, fresh in enumerate(self._is_empty):
@@ -304,7 +307,8 @@ class Buffer(Weights):
             parameter.__class__ = kind
             parameter.data = view.clone()
             del parameter.main_grad  # type: ignore[attr-defined]
-            parameter.__dict__.pop("take_main_grad", None)  # of its slot
+            # of its slot
+            parameter.__dict__.pop("take_main_grad", None)
             owner_changed(parameter)
             if self.stage == 3:
                 del parameter.bucket  # type: ignore[attr-defined]

@@ -82,7 +82,8 @@ class ParameterSlot:
         self.buffer = buffer
         self.index = index
         self.delivered, self.zeroed, self.pairs = False, False, 1
-        self.round: Any = None  # stages 0, 1: the `Round` that counts it
+        # stages 0, 1: the `Round` that counts it
+        self.round: Any = None
         self.unit: Unit | None = None  # stage 3
         self.shown, self.step = False, 0
         self.fetched: Tensor | None = None
@@ -247,7 +248,8 @@ class BucketGradient(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in ADDS and torch._C._current_graph_task_id() != -1 and type(args[0]) is cls:
-            args[0].slot.contribute(args[1])  # autograd accumulates
+            # autograd accumulates
+            args[0].slot.contribute(args[1])
             if func is aten.add_.Tensor:
                 return args[0]
             return cls(args[0].slot)

@@ -99,7 +99,8 @@ def fill_all(
                         full = submodule._parameters[name]
                         submodule._parameters[name] = parameter
                         assert full is not None
-                        if id(parameter) in filled:  # tied weights: the first values count
+                        # tied weights: the first values count
+                        if id(parameter) in filled:
                             continue
                         if id(parameter) in buffer_of:
                             buffer, index = buffer_of[id(parameter)]

@@ -25,8 +25,10 @@ class Unit:
         self.module = module
         self.buffers: list[Buffer] = []
         self.parameters: list[Parameter] = []
-        self.missing_gradients = 0  # parameters that this backward has not reached
-        self.last_backward = -1  # number of the last backward that came here
+        # parameters that this backward has not reached
+        self.missing_gradients = 0
+        # number of the last backward that came here
+        self.last_backward = -1
 
     def add_buffer(self, buffer: Buffer) -> None:
         """Add a bucket, whose parameters belong to this unit."""
@@ -73,8 +75,10 @@ class StageUnits:
         self._in_backward: list[
             Unit
         ] = []  # units whose backward has begun and that are not freed yet
-        self._last_backward = -1  # number of the last backward that came to the root
-        self._in_root_forward = False  # between the hooks of the root
+        # number of the last backward that came to the root
+        self._last_backward = -1
+        # between the hooks of the root
+        self._in_root_forward = False
         self._hooks: list[Any] = []
         self._hook(root, None)
         for position, unit in enumerate(layers):
@@ -83,7 +87,8 @@ class StageUnits:
     def _hook(self, unit: Unit, position: int | None) -> None:
         @torch.compiler.disable
         def before(module: nn.Module, args: Any) -> None:
-            if module is unit.module:  # a deep copy has the hooks too
+            # a deep copy has the hooks too
+            if module is unit.module:
                 self._before_forward(unit, position)
 
         @torch.compiler.disable

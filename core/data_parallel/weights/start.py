@@ -91,7 +91,8 @@ def _broadcast_first(module: Modules, ps: ParallelState) -> None:
     ]
     for name, tensor in tensors:
         group = ps.group(name)
-        if without_memory(tensor):  # built on meta: every rank will draw the same values
+        # built on meta: every rank will draw the same values
+        if without_memory(tensor):
             continue
         if group is not None and tensor.numel() and tensor.layout is torch.strided:
             values = tensor.detach().contiguous()

@@ -25,7 +25,8 @@ from core.parallel_state.flat import Bucket
 
 _version_of = attrgetter("_version")
 Interval = tuple[int, int]
-FREED = 2**30  # version of parameters that are not there: autograd's message shows it
+# version of parameters that are not there: autograd's message shows it
+FREED = 2**30
 
 
 def nan_placeholder(tensor: Tensor) -> Tensor:

@@ -70,7 +70,8 @@ def prepared_text(
             continue
         try:
             _prepare(text, prefix, tokenizer, vocab_size, chats, say)
-        except LockedError:  # a process of another machine, on a shared disk
+        except LockedError:
+            # a process of another machine, on a shared disk
             time.sleep(_POLL_S)
     return prefix
 
@@ -78,7 +79,8 @@ def prepared_text(
 def _is_ready(prefix: Path) -> bool:
     try:
         TokenFile(prefix)
-    except (OSError, ValueError):  # being written, or damaged: it is written anew
+    except (OSError, ValueError):
+        # being written, or damaged: it is written anew
         return False
     return True
 
@@ -130,7 +132,8 @@ def _prepare(
 
 
 def _learned(text: TextFiles, vocab_size: int, say: Callable[[str], None]) -> AnyTokenizer:
-    from core.datasets.tokenizers.trained import train_tokenizer  # needs an extra
+    # needs an extra
+    from core.datasets.tokenizers.trained import train_tokenizer
 
     say(f"learning {vocab_size:,} tokens from it (data.tokenizer=FILE takes others)")
     reader = Encoder(

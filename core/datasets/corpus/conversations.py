@@ -114,7 +114,8 @@ def _first_row(path: Path) -> Any:
             for line in file:
                 if line.strip():
                     return json.loads(line)
-    except (OSError, ValueError, RecursionError):  # told when all of it is read
+    except (OSError, ValueError, RecursionError):
+        # told when all of it is read
         pass
     return None
 

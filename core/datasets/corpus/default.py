@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     )
 
 _FORMAT = 3
-_TEXTS_AT_ONCE = 64  # bounds memory: the library keeps offsets for every token of a batch
+# bounds memory: the library keeps offsets for every token of a batch
+_TEXTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +116,8 @@ def _reusable(directory: Path, key: str) -> _Figures | None:
         if written["tokenizer_sha256"] != _sha256((directory / "tokenizer.json").read_bytes()):
             return None
         num_tokens = [TokenFile(directory / side).num_tokens for side in ("train", "valid")]
-    except (OSError, ValueError, TypeError, KeyError):  # missing, damaged or foreign: build it anew
+    except (OSError, ValueError, TypeError, KeyError):
+        # missing, damaged or foreign: build it anew
         return None
     if num_tokens == [figures.train_tokens, figures.valid_tokens]:
         return figures
@@ -135,7 +137,8 @@ def _build(
         read_texts(sources.root, names) for names in sides
     )
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "corpus.json").unlink(missing_ok=True)  # from here on the directory is incomplete
+    # from here on the directory is incomplete
+    (directory / "corpus.json").unlink(missing_ok=True)
     # from the training side only: the validation text must be new to the tokenizer, too
     tokenizer = train_tokenizer(train, vocab_size)
     tokenizer.save(directory / "tokenizer.json")

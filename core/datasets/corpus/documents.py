@@ -69,7 +69,8 @@ class Encoder:
         skipped: Counter[str] = Counter()
         # large texts are cut where tokenizers begin anew, so that memory stays bounded and the tokens are the same
         texts: list[bytes] = []  # what is tokenised at once: documents, or parts of large ones
-        ends: list[bool] = []  # whether each of them ends its document
+        # whether each of them ends its document
+        ends: list[bool] = []
         continued = bool(job) and job[0].kind == "file" and not job[0].first
         for chunk in job:
             for text, is_last in self._texts(chunk, skipped):
@@ -97,7 +98,8 @@ class Encoder:
                 np.fromiter(ids, self.dtype, len(ids)) for ids in _encode(self.tokenizer, texts)
             ]
         closing = np.array([] if self.end_of_text is None else [self.end_of_text], self.dtype)
-        sections: list[Ids] = [np.zeros(0, self.dtype)]  # so that there is one to concatenate
+        # so that there is one to concatenate
+        sections: list[Ids] = [np.zeros(0, self.dtype)]
         counts = []
         for ids, ends_document in zip(arrays, ends, strict=True):
             sections.append(ids)
@@ -120,7 +122,8 @@ class Encoder:
                 continue
             try:
                 yield text.encode(), True
-            except UnicodeEncodeError:  # a JSON string may hold half of a surrogate pair
+            except UnicodeEncodeError:
+                # a JSON string may hold half of a surrogate pair
                 skipped["undecodable documents"] += 1
 
     def _documents(self, chunk: TextChunk, skipped: Counter[str]) -> Iterator[str]:

@@ -21,7 +21,8 @@ from core.datasets.corpus.documents import (
 )
 from core.datasets.corpus.sources import TextSource
 
-PORTION_BYTES = 64 << 20  # read at once; a larger text file becomes several documents
+# read at once; a larger text file becomes several documents
+PORTION_BYTES = 64 << 20
 _ROWS = 512
 
 

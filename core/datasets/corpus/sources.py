@@ -79,7 +79,8 @@ class _SourceSearch:
     def __init__(self, globs: Sequence[str]) -> None:
         self.skipped: Counter[str] = Counter()
         self._globs = globs
-        self._known_paths: set[str] = set()  # resolved paths of files, and of datasets
+        # resolved paths of files, and of datasets
+        self._known_paths: set[str] = set()
 
     def below(self, root: Path) -> Iterator[TextSource]:
         """The sources in a directory. Its links to directories come last: a link renames nothing that is there."""
@@ -133,12 +134,14 @@ class _SourceSearch:
         try:
             stat = path.stat()
             size, regular = stat.st_size, S_ISREG(stat.st_mode)
-        except OSError:  # a dangling link, for one; reading it will say so
+        except OSError:
+            # a dangling link, for one; reading it will say so
             size, regular = 0, True
         source = _source(path, name, size, self._globs, named=named)
         if source is None:
             self.skipped[_OTHER_SUFFIX] += 1
-        elif not regular:  # reading a pipe would wait for its writer
+        elif not regular:
+            # reading a pipe would wait for its writer
             self.skipped["pipes, sockets and devices"] += 1
         elif self._is_new(os.path.realpath(path)):
             yield source
@@ -156,7 +159,8 @@ def _source(
 ) -> TextSource | None:
     """None: not to be read."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in PACKED:  # `.jsonl.gz` is read as `.jsonl`
+    # `.jsonl.gz` is read as `.jsonl`
+    if suffixes and suffixes[-1] in PACKED:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
     if suffix in LINES:

@@ -22,7 +22,8 @@ _EXCLUDED_DIRECTORIES = frozenset(
         "pydoc_data",
     }
 )
-_EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")  # the build settings of one machine
+# the build settings of one machine
+_EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class SourceFiles:
             try:
                 stat = (self.root / name).stat()
                 state = f"{stat.st_size}\0{stat.st_mtime_ns}"
-            except OSError:  # a dangling link, for one; `read_texts` will skip it
+            except OSError:
+                # a dangling link, for one; `read_texts` will skip it
                 state = "missing"
             digest.update(f"{name}\0{state}\n".encode())
         return digest.hexdigest()

@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection, wait
 
 from core.datasets.corpus.documents import Encoded, Encoder, TextChunk
 
-_AHEAD = 4  # jobs per worker that may wait for a slower one before them: bounds memory
+# jobs per worker that may wait for a slower one before them: bounds memory
+_AHEAD = 4
 
 Job = Sequence[TextChunk]
 
@@ -71,7 +72,8 @@ class _WorkerPool:
     def __init__(self, encoder: Encoder, workers: int) -> None:
         self._encoder, self._workers = encoder, workers
         self._processes: dict[Connection, multiprocessing.process.BaseProcess] = {}
-        self._busy: dict[Connection, int] = {}  # connection of a worker -> the number of its job
+        # connection of a worker -> the number of its job
+        self._busy: dict[Connection, int] = {}
 
     def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Encoded]]:
         """Each job with its tokens, in order; a few jobs are ahead of the next one that is yielded."""
@@ -110,7 +112,8 @@ class _WorkerPool:
         context = multiprocessing.get_context("spawn")
         parent_end, worker_end = context.Pipe()
         process = context.Process(target=_work, args=(worker_end, self._encoder), daemon=True)
-        resource_tracker.ensure_running()  # which starting it would do, and unblock the signals
+        # which starting it would do, and unblock the signals
+        resource_tracker.ensure_running()
         # Signals that go to the whole group are for the parent alone, which answers when it is done here: a process
         # that is half started would print a traceback of its own. The mask is inherited.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -149,7 +152,8 @@ class _WorkerPool:
     def close(self) -> None:
         """End all worker processes."""
         for process in self._processes.values():
-            process.kill()  # they hold nothing that has to be finished
+            # they hold nothing that has to be finished
+            process.kill()
         for connection, process in self._processes.items():
             process.join()
             connection.close()
@@ -157,7 +161,8 @@ class _WorkerPool:
 
 def _work(connection: Connection, encoder: Encoder) -> None:
     """The life of a worker process: until the pipe ends."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     while True:
         try:
             job = connection.recv()

@@ -19,7 +19,8 @@ from core.datasets.token_file import TokenFile, file_paths
 
 # (name of the shard, folder): puts name.bin, name.idx and what lies beside there
 Fetch = Callable[[str, Path], None]
-_POLL_S = 0.2  # how often a process looks that waits for the one that fetches
+# how often a process looks that waits for the one that fetches
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)

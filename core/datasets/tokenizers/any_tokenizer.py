@@ -11,7 +11,8 @@ from core.datasets.tokenizers.byte_tokenizer import CONTENT, ByteTokenizer
 
 # tokens of a file without card that are compared with the size of the vocabulary: all would be slow
 _CHECKED_TOKENS = 1 << 22  # at its beginning
-_BLOCKS, _BLOCK = 64, 4096  # and so many blocks of so many tokens, spread over the file
+# and so many blocks of so many tokens, spread over the file
+_BLOCKS, _BLOCK = 64, 4096
 
 
 class AnyTokenizer(Protocol):
@@ -61,7 +62,8 @@ def load_tokenizer(path: str | Path | None, end_of_text: str | int | None = None
     """
     if path is None or _is_bytes(Path(path)):
         return ByteTokenizer()
-    from core.datasets.tokenizers.trained import Tokenizer  # needs an extra
+    # needs an extra
+    from core.datasets.tokenizers.trained import Tokenizer
 
     return Tokenizer.load(path, end_of_text)
 

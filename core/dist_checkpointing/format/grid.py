@@ -13,7 +13,8 @@ from core.dist_checkpointing.format.arrays import ArrayInfo, Index
 from core.parallel_state.flat import Box, extent, shifted, volume, whole
 
 MIN, MAX = 2**18, 2**22  # elements of a cell: 1 and 16 MiB
-ROWS = 16  # a ragged dim is cut at multiples of it, so that its cells divide further
+# a ragged dim is cut at multiples of it, so that its cells divide further
+ROWS = 16
 
 
 def cell_shape(

@@ -21,7 +21,8 @@ _MAX_INNER_CHUNKS = 2**16
 _MAX_CHUNK_BYTES = 2**30
 
 CRC_BYTES = 4  # of the checksum behind every payload
-INDEX_ENTRY_BYTES = 16  # offset and length of one inner chunk, two little-endian 64-bit integers
+# offset and length of one inner chunk, two little-endian 64-bit integers
+INDEX_ENTRY_BYTES = 16
 
 
 @dataclass(frozen=True)

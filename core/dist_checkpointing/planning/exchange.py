@@ -99,7 +99,8 @@ def exchanged_cells(
     local_shards = shards_as_bits(arrays, shards)
     boxes = {(key, index): box for key, index, box in plan.owned(rank)}
     incomplete: dict[tuple[str, Index], np.ndarray] = {}
-    missing: dict[tuple[str, Index], int] = {}  # elements that are still to come
+    # elements that are still to come
+    missing: dict[tuple[str, Index], int] = {}
     for wave in plan.waves:
         for transfer, elements in exchange(wave, arrays, local_shards, rank, group, device):
             key, index = transfer.key, transfer.cell
@@ -125,7 +126,8 @@ def gather_json(value: Any, group: Group | None, device: torch.device | str = "c
     """
     if group is None:
         return [json.loads(json.dumps(value))]
-    if "cpu" in group.gloo:  # from host to host: nothing waits for what a device was asked for
+    # from host to host: nothing waits for what a device was asked for
+    if "cpu" in group.gloo:
         device = "cpu"
     text = json.dumps(value).encode()
     # all-gather needs equal sizes: the lengths go first, then every text padded to the longest (JSON ignores spaces)

@@ -20,7 +20,8 @@ WAVE_BYTES = 64 << 20
 # bytes: where a transfer starts in a message, so that it can be viewed in its own dtype
 TRANSFER_ALIGN = 16
 
-Holders = dict[Box, tuple[int, ...]]  # of one cell: each box of it that ranks hold -> those ranks
+# of one cell: each box of it that ranks hold -> those ranks
+Holders = dict[Box, tuple[int, ...]]
 
 
 class Transfer(NamedTuple):
@@ -295,7 +296,8 @@ def _waves(
     cell of each rank is incomplete in memory.
     """
     queue = []
-    queued: Counter[int] = Counter()  # destination -> its transfers so far
+    # destination -> its transfers so far
+    queued: Counter[int] = Counter()
     for transfer in sorted(transfers):
         queue.append((queued[transfer.destination], transfer.destination, transfer))
         queued[transfer.destination] += 1

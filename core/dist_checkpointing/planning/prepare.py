@@ -66,7 +66,8 @@ class SavePlanner:
                 f"weights={weights!r} is unknown: 'derive' leaves out what can be rounded, 'bf16' does not"
             )
         self._ps, self._weights = ps, weights
-        self._fingerprints: list[str] = []  # of every rank's catalogue, at the save before
+        # of every rank's catalogue, at the save before
+        self._fingerprints: list[str] = []
         self._catalog: Catalog | None = None
         self._plan: _Planned | None = None
         self._not_stored: set[str] = set()
@@ -84,7 +85,8 @@ class SavePlanner:
             local_state = flatten(to_save(state))
             catalog = to_json(local_state.arrays(), local_state.holdings())
             report = self._report(local_state, catalog)
-        except Exception as error:  # reported to all ranks first: they wait in the exchange
+        except Exception as error:
+            # reported to all ranks first: they wait in the exchange
             problem = error
         report |= {"uuid": uuid4().hex, "problem": problem and str(problem), "failure": failure}
         reports = self._gather(report)

@@ -21,7 +21,8 @@ ROUND_BYTES = 64 << 20
 
 # of one cell: each requested box of it -> the ranks that request it
 Requesters = dict[Box, tuple[int, ...]]
-Deliveries = tuple[tuple[Box, tuple[int, ...]], ...]  # (box, the ranks that request it)
+# (box, the ranks that request it)
+Deliveries = tuple[tuple[Box, tuple[int, ...]], ...]
 
 
 class SharedRead(NamedTuple):
@@ -52,7 +53,8 @@ class ReadPlan:
 
 def to_json(requested: Holdings) -> dict[str, Any]:
     """One rank's requests as a message: boxes inside of others once, equal lists of several arrays once."""
-    numbers: dict[tuple[Box, ...], int] = {}  # list of boxes -> its number in the message
+    # list of boxes -> its number in the message
+    numbers: dict[tuple[Box, ...], int] = {}
     number_of_key = {}
     for key in sorted(requested):
         boxes = _joined(_outermost(_joined(requested[key])))
@@ -208,7 +210,8 @@ def _unit_runs(
         for first, end in flat_intervals(unit_grid, tuple(touched)):
             edges[first].append((True, box))
             edges[end].append((False, box))
-    open_boxes: list[Box] = []  # those that touch the units behind the last edge
+    # those that touch the units behind the last edge
+    open_boxes: list[Box] = []
     previous_edge = 0
     for edge in sorted(edges):
         if open_boxes:
@@ -274,7 +277,8 @@ class _Rounds:
         self._limit, self.count = limit, 0
         self._total_read = [0] * world  # bytes, in all rounds
         self._current = [0] * world
-        self._sent, self._received = [0] * world, [0] * world  # bytes, in the current round
+        # bytes, in the current round
+        self._sent, self._received = [0] * world, [0] * world
         self._receivers: dict[tuple[tuple[int, ...], ...], _Receivers] = {}
 
     def receivers(self, sets_of_ranks: tuple[tuple[int, ...], ...]) -> _Receivers:
@@ -291,7 +295,8 @@ class _Rounds:
         reader = receivers.ranks[total_read.index(min(total_read))]
         read_bytes = volume(box) * itemsize
         self._total_read[reader] += read_bytes
-        receive_bytes = send_bytes = 0  # one receiver gets all boxes at most
+        # one receiver gets all boxes at most
+        receive_bytes = send_bytes = 0
         for part_box, ranks in deliveries:
             size = padded_bytes(part_box, itemsize)
             receive_bytes += size

@@ -190,7 +190,8 @@ def _check_digest(
 ) -> str | None:
     key = path.rpartition("/")[0]
     array = metadata.get(key)
-    if array is None:  # its zarr.json is not listed, or reported as damaged already
+    # its zarr.json is not listed, or reported as damaged already
+    if array is None:
         if f"{key}/zarr.json" in manifest.files:
             return None
         return "belongs to no array"

@@ -355,7 +355,8 @@ class CheckpointRoot:
                 log.warning(text, self.url, live[0], self.stale_s)
                 logged = True
             time.sleep(poll_s)
-            poll_s = max(poll_s, min(2 * poll_s, 1.0))  # of an object store each look is paid for
+            # of an object store each look is paid for
+            poll_s = max(poll_s, min(2 * poll_s, 1.0))
 
     def _live_attempts(self) -> list[str]:
         ages = self._strategy.ages()

@@ -166,7 +166,8 @@ def _wait(
             )
         waiting()
         time.sleep(pause)
-        pause = min(2 * pause, 0.25)  # short at first: most ranks are done at about the same time
+        # short at first: most ranks are done at about the same time
+        pause = min(2 * pause, 0.25)
 
 
 def _raise_failures(directory: CheckpointDir, names: Collection[str], world_size: int) -> None:

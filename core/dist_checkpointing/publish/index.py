@@ -96,7 +96,8 @@ class Index:
         if not self._complete:
             try:
                 self._complete = unseal(self._files.read(_COMPLETE), _COMPLETE).get("format") == 1
-            except (FileNotFoundError, ValueError):  # a user's file of that name is left as it is
+            except (FileNotFoundError, ValueError):
+                # a user's file of that name is left as it is
                 self._complete = False
         return self._complete
 

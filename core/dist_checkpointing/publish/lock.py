@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 _LOCK = ".lock"
 MAX_TRIES = 100  # while other jobs take it and give it back
 POLL_S = 0.1
-PATIENCE_S = 3.0  # of a start that waits for a heartbeat, before it logs that it waits
+# of a start that waits for a heartbeat, before it logs that it waits
+PATIENCE_S = 3.0
 # some beats, and what an NFS client may not see of them: then an orphan is the last one
 SILENT_S = 5.0
 
@@ -81,7 +82,8 @@ class OtherRanks:
         self._last_beat = last_beat
         self._silent_s = silent_s
         self._latest_beat: str | None = None
-        self._latest_time = 0.0  # when that beat was first noticed, by this process's clock
+        # when that beat was first noticed, by this process's clock
+        self._latest_time = 0.0
 
     def __call__(self) -> None:
         """Raises Orphaned: nobody beats, and the job is gone."""
@@ -121,7 +123,8 @@ class Lock:
             if directory.swap(_LOCK, abandoned, content):
                 break
             abandoned = self._abandoned_lock(stale_s)
-        else:  # a link that leads nowhere can be neither read nor made
+        else:
+            # a link that leads nowhere can be neither read nor made
             raise ValueError(
                 f"{directory.url}{_LOCK} cannot be taken; remove it, or choose another directory"
             )
@@ -233,7 +236,8 @@ def _is_alive(owner: dict[str, Any]) -> bool | None:
     if not space or space != _process_space() or not isinstance(pid, int):
         return None
     try:
-        os.kill(pid, 0)  # sends nothing, but fails if there is no such process
+        # sends nothing, but fails if there is no such process
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:

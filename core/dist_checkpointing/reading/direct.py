@@ -36,9 +36,12 @@ try:
 except ImportError:
     FAST = False
 
-THREADS = min(4, os.cpu_count() or 1)  # each holds at most one cell of scratch memory, 16 MiB
-REQUESTS = 8  # to an object store at a time: there a thread mostly waits
-_MAX_BUFFERS = 512  # of one system call (the system's limit is 1024)
+# each holds at most one cell of scratch memory, 16 MiB
+THREADS = min(4, os.cpu_count() or 1)
+# to an object store at a time: there a thread mostly waits
+REQUESTS = 8
+# of one system call (the system's limit is 1024)
+_MAX_BUFFERS = 512
 
 
 def fastest_reader(
@@ -225,7 +228,8 @@ class _CellFile:
         self._file, self._chunks, self.size = file, chunks, file.size
         self._index = b""
         self._offsets = {0: 0} if chunks.inner is None else self._read_index()
-        self._crcs: dict[int, bytes] = {}  # offset of an inner chunk that was read -> its checksum
+        # offset of an inner chunk that was read -> its checksum
+        self._crcs: dict[int, bytes] = {}
 
     def _read_index(self) -> dict[int, int]:
         """Number of an inner chunk -> where it begins in the file."""
@@ -313,7 +317,8 @@ class _CellFile:
 
 
 def _view(array: np.ndarray, box: Box) -> np.ndarray:
-    index: Any = (*slices(box), ...)  # the dots: a view even of an array without dims
+    # the dots: a view even of an array without dims
+    index: Any = (*slices(box), ...)
     view: np.ndarray = array[index]
     return view
 

@@ -75,7 +75,8 @@ def read_in_order(parts: Sequence[tuple[LazyTensor, int | None]]) -> Iterator[Te
         requests.append((tensor._path, box if layer is None else ((layer, layer + 1), *box[1:])))
     arrays = stream(stored, requests, reuse_memory=True)
     for part in parts:
-        yield _as_tensor(next(arrays), *part)  # nothing here holds it while the next one is read
+        # nothing here holds it while the next one is read
+        yield _as_tensor(next(arrays), *part)
     for _ in arrays:
         raise AssertionError("more was read than asked for")
 

@@ -133,7 +133,8 @@ class OptimizerLoad:
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raises ValueError: options that are not those of the groups here."""
-        first: dict[int, tuple[str, Any]] = {}  # group -> name and options of its first parameter
+        # group -> name and options of its first parameter
+        first: dict[int, tuple[str, Any]] = {}
         for parameter in self._parameters:
             key = self._object(GROUPS, parameter).key
             if key not in values:

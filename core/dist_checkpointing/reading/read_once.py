@@ -34,7 +34,8 @@ from core.parallel_state import ParallelState
 from core.parallel_state.flat import Box, intersect, relative, slices
 
 Requests = Mapping[str, Sequence[Target]]
-CellTargets = Mapping[str, Mapping[Index, list[Target]]]  # key -> cell -> this rank's targets in it
+# key -> cell -> this rank's targets in it
+CellTargets = Mapping[str, Mapping[Index, list[Target]]]
 
 
 def read_once(

@@ -13,13 +13,15 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state.flat import Box, extent, volume
 
-ALIGN = 64  # bytes: where an array begins in memory that is used again
+# bytes: where an array begins in memory that is used again
+ALIGN = 64
 BATCH_BYTES = 8 << 20  # read at a time, while as many are used
 # bytes in flight, of a reader that has a budget; a batch that is larger is not read ahead
 BUDGET = 64 << 20
 
 AnyReader = Reader | DirectReader
-BoxRequests = Iterable[tuple[str, Box]]  # key of an array, box of it
+# key of an array, box of it
+BoxRequests = Iterable[tuple[str, Box]]
 
 
 class _Memory:
@@ -70,7 +72,8 @@ def stream(
                 previous is not None
                 and sum(_nbytes(stored, key, box) for key, box in batch) > BUDGET
             ):
-                yield from _finished(*previous)  # so that memory holds one large array, not two
+                # so that memory holds one large array, not two
+                yield from _finished(*previous)
                 previous = None
             arrays = memory.arrays([(box, stored.metadata[key]["data_type"]) for key, box in batch])
             for (key, box), array in zip(batch, arrays, strict=True):

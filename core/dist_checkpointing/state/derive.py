@@ -18,8 +18,10 @@ from core.parallel_state.environment import reading_waits
 from core.parallel_state.flat import Box, intersect, relative, slices, volume
 
 MODEL, MAIN = "model/", "optimizer/main/"
-COMPARED_ELEMENTS = 1 << 20  # at a time, so that the rounded copy stays in cache
-COMPARED_ON_DEVICE = 1 << 25  # few kernels, and 100 MiB beside them
+# at a time, so that the rounded copy stays in cache
+COMPARED_ELEMENTS = 1 << 20
+# few kernels, and 100 MiB beside them
+COMPARED_ON_DEVICE = 1 << 25
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

@@ -49,7 +49,8 @@ def register(
         raise ValueError(
             f"register({kind!r}): {owner!r} is called {name!r} in checkpoints; give name=..."
         )
-    _BY_TYPE.pop(owner, None)  # a module that was loaded again has a new type of the same name
+    # a module that was loaded again has a new type of the same name
+    _BY_TYPE.pop(owner, None)
     _BY_TYPE[kind] = _BY_NAME[name] = _Handler(name, to_json, from_json)
 
 
@@ -113,7 +114,8 @@ def tagged(value: Any) -> bool:
 def _number(scalar: np.generic) -> Any:
     """A Python number of the same value. Raises TypeError: Python has none, as of a longdouble."""
     number = scalar.item()
-    is_own_item = isinstance(number, np.generic)  # numpy gives a longdouble back as itself
+    # numpy gives a longdouble back as itself
+    is_own_item = isinstance(number, np.generic)
     if scalar.dtype.kind not in "biufc" or is_own_item:
         raise TypeError(f"numpy.{scalar.dtype.name} cannot be saved")
     return number

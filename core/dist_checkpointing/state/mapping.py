@@ -32,7 +32,8 @@ from core.parallel_state.modules import (
     named_stacks,
 )
 
-Stacks = Mapping[str, int | Stack]  # name of a list of layers -> what the full model has of them
+# name of a list of layers -> what the full model has of them
+Stacks = Mapping[str, int | Stack]
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +217,8 @@ class Mapper:
         """
         refuse_freed(name, tensor)
         data = tensor.detach()
-        if not is_dtensor(data):  # whose padding is cut when its local shards are made
+        # whose padding is cut when its local shards are made
+        if not is_dtensor(data):
             data = true_part(data, layout, self._coordinate, self._sizes)
         return self.sharded_tensor(
             group, name, layout, data, self._local_box(layout), tensor.detach()

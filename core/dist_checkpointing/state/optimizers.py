@@ -60,7 +60,8 @@ class Parameter:
         if value.shape == self.tensor.shape:
             if self.replicated:
                 return value
-            if not is_dtensor(value):  # without the padded rows of a vocabulary
+            # without the padded rows of a vocabulary
+            if not is_dtensor(value):
                 value = value[tuple(slice(0, size) for size in leaf.data.shape)]
             return replace(leaf, key=key, data=value, local=None)
         # a step count has no dims; factored moments can be saved only where each rank holds the full parameter

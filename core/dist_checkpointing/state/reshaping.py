@@ -13,12 +13,14 @@ from torch import Tensor
 from core.parallel_state.flat import Box, extent, flat_boxes, relative, slices
 
 Shape = tuple[int, ...]
-Spans = list[tuple[int, int]]  # of each dim, which of the finer dims it is made of, as [first, end)
+# of each dim, which of the finer dims it is made of, as [first, end)
+Spans = list[tuple[int, int]]
 
 
 def resolved_shape(requested: Shape, shape: Shape) -> Shape:
     """`requested` with its -1 replaced. Raises ValueError: another number of elements, or it cuts across dims."""
-    known_elements = -prod(requested)  # positive where exactly one dim is -1
+    # positive where exactly one dim is -1
+    known_elements = -prod(requested)
     resolved = requested
     if known_elements > 0:
         inferred = prod(shape) // known_elements

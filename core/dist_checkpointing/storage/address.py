@@ -63,7 +63,8 @@ def root_and_name(path_or_url: str | os.PathLike[str]) -> tuple[str, str]:
     address = parse_address(path_or_url)
     location, _ = split_options(address)
     options = address[len(location) :]
-    if os.path.islink(location):  # a link to a checkpoint, or to where one shall be
+    # a link to a checkpoint, or to where one shall be
+    if os.path.islink(location):
         location = os.path.realpath(location)
         if os.path.islink(location):
             raise ValueError(f"{location} is a link to itself; remove it, or choose another name")

@@ -92,7 +92,8 @@ class Fs:
                 raise ValueError(
                     f"{path} has {size} bytes, of JSON at most {MAX_JSON_BYTES} are read; use another step"
                 )
-            file.seek(offset)  # a file that is read in part may be of any size
+            # a file that is read in part may be of any size
+            file.seek(offset)
             if length is None:
                 return file.read()
             return file.read(length)

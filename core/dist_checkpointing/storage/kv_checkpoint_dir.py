@@ -54,14 +54,16 @@ class KvCheckpointDir:
         stop = None if length is None else offset + length
         try:
             return self._read(name, slice(offset, stop)).value
-        except ValueError:  # a range that goes beyond the end is refused, not cut
+        except ValueError:
+            # a range that goes beyond the end is refused, not cut
             return self.read(name)[offset:stop]
 
     def size(self, name: str, expected: int = 0) -> int | None:
         """Reads one byte where the size is `expected`, else all: a key-value store tells no sizes."""
         try:
             try:
-                start = max(expected - 1, 0)  # the last byte: there is one, and none behind it
+                # the last byte: there is one, and none behind it
+                start = max(expected - 1, 0)
                 return start + len(self._read(name, slice(start, None)).value)
             except ValueError:
                 return len(self.read(name))

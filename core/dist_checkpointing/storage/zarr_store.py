@@ -213,7 +213,8 @@ class _Operations:
         name, size, future, _ = self._pending[0]
         try:
             future.result()  # interrupted, it still is pending
-        except Exception as error:  # tensorstore has no type of its own
+        except Exception as error:
+            # tensorstore has no type of its own
             self._failure = self._failure or (name, error)
         self._pending.popleft()
         self._pending_bytes -= size

@@ -24,7 +24,8 @@ from core.parallel_state.flat import Box, slices, volume
 
 AVERAGE = "optimizer/ema/"
 
-Done = Callable[[int], None]  # called with the number of bytes that were written
+# called with the number of bytes that were written
+Done = Callable[[int], None]
 
 
 def infos_of(stored: StoredCheckpoint) -> dict[str, ArrayInfo]:

@@ -20,7 +20,8 @@ from core.parallel_state.flat import Box, volume
 METADATA = ".metadata"
 COMMON = "common.pt"  # of Megatron: what is no tensor
 MEGATRON = "metadata.json"
-MAX_METADATA_BYTES = 256 << 20  # of `.metadata`: two million shards
+# of `.metadata`: two million shards
+MAX_METADATA_BYTES = 256 << 20
 MAX_ARGUMENTS = 64
 
 _DCP = "torch.distributed.checkpoint."
@@ -104,7 +105,8 @@ class _Unpickler(pickle._Unpickler):
     """
 
     stack: list[Any]
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # opcode -> what it does
+    # opcode -> what it does
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -161,7 +163,8 @@ def read_dcp(folder: str) -> DcpContents:
         return _contents(folder, _Unpickler(data).load())
     except OSError:
         raise
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:
+        # a damaged pickle may raise anything
         raise ValueError(
             f"{path}: {error}: not as torch's DCP writes it; restore it from a copy"
         ) from None

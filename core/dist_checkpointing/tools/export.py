@@ -21,7 +21,8 @@ from core.parallel_state.flat import Box, extent
 MODEL = "model/"
 DTYPES = {"as-saved": None, "bf16": "bfloat16", "fp32": "float32"}
 
-Done = Callable[[int], None]  # called with the number of bytes that were written
+# called with the number of bytes that were written
+Done = Callable[[int], None]
 
 
 def weights(stored: StoredCheckpoint) -> dict[str, tuple[str, str]]:

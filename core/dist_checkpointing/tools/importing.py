@@ -121,7 +121,8 @@ def _add_tensors(imported: Import, saved: DcpContents) -> None:
             continue
         for box, byte_range in tensor.shards:
             size = _nbytes(extent(box), tensor.dtype)
-            if size > byte_range.length:  # before anybody allocates it
+            # before anybody allocates it
+            if size > byte_range.length:
                 raise ValueError(
                     f"{key}: a piece of {size} bytes is said to lie in {byte_range.length} of {byte_range.file}"
                 )

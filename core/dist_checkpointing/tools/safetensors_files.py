@@ -161,7 +161,8 @@ def _header(tensors: Sequence[FileTensor]) -> bytes:
         }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
+    # the values begin at a multiple of 8
+    text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 

@@ -84,7 +84,8 @@ def _provenance(stored: StoredCheckpoint) -> str:
     """When it was written, by which layout, and what else the manifest says of the run."""
     run = dict(stored.run)
     seconds, layout = run.pop("time", None), run.pop("layout", None)
-    run.pop("settings", None)  # a hundred values; --json shows them
+    # a hundred values; --json shows them
+    run.pop("settings", None)
     # a manifest may hold anything: what is no number or dict is shown as it is, with the rest
     words = ["written"]
     if isinstance(seconds, (int, float)):

@@ -32,7 +32,8 @@ def sign(directory: CheckpointDir, key_file: str | os.PathLike[str]) -> int:
             f"{len(problems)} problems, only a whole checkpoint is signed; {'; '.join(problems[:3])}"
         )
     if directory.size(SIGNATURE) is not None:
-        _read_signature(directory)  # raises: only a signature of ours is replaced
+        # raises: only a signature of ours is replaced
+        _read_signature(directory)
     files = _digests(directory)
     signature = key.sign(_signed_text(files)).hex()
     directory.write(SIGNATURE, seal({"kind": SIGNED, "files": files, "signature": signature}))

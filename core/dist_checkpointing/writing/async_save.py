@@ -22,7 +22,8 @@ from core.dist_checkpointing.writing.slab import Slab, aligned
 
 log = logging.getLogger(__name__)
 
-MARGIN_S = 5.0  # after its own time limit, how long the writer may take to die
+# after its own time limit, how long the writer may take to die
+MARGIN_S = 5.0
 
 
 @dataclass
@@ -45,7 +46,8 @@ class WriterProgram:
     def __init__(self, log: str | None) -> None:
         self._log = log
         self._slab = Slab()
-        self._copied_cells: list[list[Any]] = []  # [key, index, box, offset in the slab] of each
+        # [key, index, box, offset in the slab] of each
+        self._copied_cells: list[list[Any]] = []
         self._used = 0  # bytes of the slab
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Job | None = None
@@ -94,7 +96,8 @@ class WriterProgram:
         }
         line = json.dumps(request)
         self._job, self._begin_time = job, time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # the program is dead: `wait` reports it
+        # the program is dead: `wait` reports it
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
@@ -134,7 +137,8 @@ class WriterProgram:
     def _end(self) -> None:
         if self._process is not None:
             assert self._process.stdin is not None and self._process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # what a dead program did not read
+            # what a dead program did not read
+            with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
             self._process.wait()
             self._process.stdout.close()

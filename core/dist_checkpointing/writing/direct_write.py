@@ -76,7 +76,8 @@ class DirectWriter:
         # a full cell exactly: its file has all units, so the index can be computed in advance
         index, cell = next(cells(chunks.shape, chunks.cell, box), ((), None))
         if cell != box or array.shape != chunks.cell or array.dtype != np.dtype(chunks.data_type):
-            self._tensorstore.write(key, box, array)  # raises, and says what is wrong
+            # raises, and says what is wrong
+            self._tensorstore.write(key, box, array)
             return
         # assembled cells live until they are written: the budget bounds their memory
         while self._running and self._running_bytes + array.nbytes > self._budget:
@@ -146,7 +147,8 @@ class DirectWriter:
 def _units(array: np.ndarray, chunks: Chunking) -> Iterator[np.ndarray]:
     """The bytes of each unit of a cell, in C order."""
     for _, box in cells(chunks.cell, chunks.unit):
-        index: Any = (*slices(box), ...)  # the dots: a view even of an array without dims
+        # the dots: a view even of an array without dims
+        index: Any = (*slices(box), ...)
         yield np.ascontiguousarray(array[index]).reshape(-1).view(np.uint8)
 
 

@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 Cells = Iterable[tuple[str, Index, Box, np.ndarray]]
 Entries = dict[str, tuple[int, int]]  # path -> (size, crc)
-SLACK = 1 << 20  # bytes beside the arrays: metadata, receipts, the manifest
+# bytes beside the arrays: metadata, receipts, the manifest
+SLACK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ class Job:
                     writer.write(key, box, array)
                     cells_written.append((key, index))
                     payload_bytes += array.nbytes
-            finally:  # whoever makes the cells may fail: nothing writes into a temporary that is given up
+            finally:
+                # whoever makes the cells may fail: nothing writes into a temporary that is given up
                 _finish(writer)
             entries: Entries = dict(writer.entries) if isinstance(writer, DirectWriter) else {}
             entries |= self._entries(cells_written, entries)
@@ -171,7 +173,8 @@ class Job:
             self._root.wait_for(self.name, self.uuid, remaining_s, check_others)
             return
         planned = planned_files({**self.metadata, **group_metadata(self.metadata, {})})
-        with self._root.beating(self.name, self.uuid, orphaned=orphaned):  # others may be slow
+        # others may be slow
+        with self._root.beating(self.name, self.uuid, orphaned=orphaned):
             self.merge(check_others)
             commit(
                 self._root,

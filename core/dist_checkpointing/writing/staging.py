@@ -61,7 +61,8 @@ class PinnedStage:
 
     def hold_updates(self) -> None:
         """What the current stream is asked for from now on runs behind the copies; the host goes on."""
-        arrival = self._arrival  # the thread that waits takes it away
+        # the thread that waits takes it away
+        arrival = self._arrival
         if arrival is not None:
             torch.accelerator.current_stream(self._device).wait_event(arrival)
 

@@ -162,7 +162,8 @@ def from_deepspeed(
         result = FromDeepSpeed(reader.fields, tuple(verdicts))
         for name, kind in PARTS.items():
             if name in result.fields:
-                result.onto(kind())  # raises where our own rules are broken
+                # raises where our own rules are broken
+                result.onto(kind())
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
     unsupported = result.unsupported

@@ -190,7 +190,8 @@ def _schedule_options(
             "WarmupDecayLR",
             "warmup_max_lr",
         ):
-            options[option] = "auto"  # the optimizer's rate; DeepSpeed's default is 0.001
+            # the optimizer's rate; DeepSpeed's default is 0.001
+            options[option] = "auto"
             reader.report(
                 key, "mapped", "optimizer.lr_schedule_options[warmup_max_lr]=auto, optimizer.lr"
             )

@@ -81,7 +81,8 @@ def batch(reader: ConfigReader) -> None:
 def zero(reader: ConfigReader) -> None:
     """ZeRO's stage, offload, buckets and copies."""
     section = "zero_optimization"
-    if isinstance(reader.unread.get(section), bool):  # the form of early versions
+    # the form of early versions
+    if isinstance(reader.unread.get(section), bool):
         reader.map_to(section, "data_parallel", zero_stage=int(reader.value(section)))
     elif not reader.is_unresolved_auto(f"{section}.stage"):
         stage = reader.value(f"{section}.stage", int)

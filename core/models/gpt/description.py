@@ -104,7 +104,8 @@ def _value(value: Any) -> Any:
         return _values(type(value), value)
     if isinstance(value, tuple):
         return [_value(one) for one in value]
-    if callable(value):  # an activation: by our name, or by one that nobody has
+    # an activation: by our name, or by one that nobody has
+    if callable(value):
         own = f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
         return next((name for name, function in ACTIVATIONS.items() if function is value), own)
     return value

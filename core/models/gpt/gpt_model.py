@@ -107,7 +107,8 @@ class GPTModel(ModelWeights):
         self.tells_of_columns = parallel_output is None
         self.stage = StageContext()
         self.transformer_layer_spec = spec = transformer_layer_spec
-        self.stacks = {"decoder.layers": stack_of(config)}  # names are global, whatever the stage
+        # names are global, whatever the stage
+        self.stacks = {"decoder.layers": stack_of(config)}
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
         # of adapters, which come when all else is filled
@@ -202,7 +203,8 @@ class GPTModel(ModelWeights):
         # once per forward from torch's generator, so that `torch.manual_seed` and torch's checkpoint work as usual.
         if self._draws and self.training and not self.stage.driven:
             self.stage.drawn = True
-            with seeded(CPU, self._drawn_seed()):  # dropout reads it from there (see Dropout.seed)
+            # dropout reads it from there (see Dropout.seed)
+            with seeded(CPU, self._drawn_seed()):
                 output = self._run_layers(s, tokens, position_ids, mask, labels)
         else:
             output = self._run_layers(s, tokens, position_ids, mask, labels)

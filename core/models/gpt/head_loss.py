@@ -41,7 +41,8 @@ class _Labels:
         self, labels: Tensor, columns: int, group: Group | None, vocab: int, ignore: int
     ) -> None:
         first = group.rank * columns if group is not None else 0
-        self.true_columns = max(0, min(columns, vocab - first))  # the last ranks may hold padding
+        # the last ranks may hold padding
+        self.true_columns = max(0, min(columns, vocab - first))
         self.counted = labels != ignore
         local = labels - first
         self.is_local = (local >= 0) & (local < self.true_columns) & self.counted

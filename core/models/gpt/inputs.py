@@ -10,7 +10,8 @@ from core.parallel_state import ContextRows, ParallelState
 from core.parallel_state.collectives import Group, all_gather, all_gather_objects
 from core.parallel_state.environment import reading_waits
 
-_TOLD = 512  # bytes of a message that context ranks tell each other
+# bytes of a message that context ranks tell each other
+_TOLD = 512
 
 
 def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:

@@ -52,7 +52,8 @@ def import_huggingface(
     check_new(checkpoint)
     source = Folder(folder)
     model_form = from_huggingface(folder, params_dtype=_dtype(source))
-    with torch.device("meta"):  # names, shapes and layouts, no memory
+    # names, shapes and layouts, no memory
+    with torch.device("meta"):
         model = GPTModel(**model_form.arguments(), parallel=ParallelState.single("cpu"), seed=0)
     weights = open_weights(model, source)
     weights.check_tied(model)

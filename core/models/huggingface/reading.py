@@ -41,7 +41,8 @@ def load_huggingface(model: GPTModel, weights: Mapping[str, Tensor] | str | Path
     sizes, coordinate = model.parallel.sizes, model.parallel.coordinate
     for name, tensor in opened.tensors_of(model).items():
         layout = layout_of(tensor)
-        if layout.padding:  # after `to_empty` anything is there, and 0 times NaN is NaN
+        # after `to_empty` anything is there, and 0 times NaN is NaN
+        if layout.padding:
             tensor.zero_()
         opened.fill(
             name, true_part(tensor, layout, coordinate, sizes), layout.box(coordinate, sizes)
@@ -79,7 +80,8 @@ class OpenedWeights:
 
     def fill(self, name: str, target: Tensor, box: Slices) -> None:
         """Fill our box of a parameter from the Hugging Face blocks that it is made of."""
-        if target.numel() == 0:  # all of this rank's rows are padding
+        # all of this rank's rows are padding
+        if target.numel() == 0:
             return
         for block in self._rows[name].blocks(box, self._config):
             block.to_ours(self._numbers(block).to(target.device), target)
@@ -204,7 +206,8 @@ def _check_counterparts(
     if model.pre_process:
         local_modules.add("embedding.position_embeddings")
     for name, row in rows.items():
-        if name not in parameters and _module_of(name) not in local_modules:  # another stage's
+        # another stage's
+        if name not in parameters and _module_of(name) not in local_modules:
             source.used.update(hf_name for hf_name in row.hf_names if hf_name in source)
     if model.tied and _HEAD in rows and rows[_HEAD].hf_names[0] in source:
         source.use(rows[_HEAD].hf_names[0])
@@ -225,7 +228,8 @@ def _check_shapes(
         return
     rows = [hf_shape[0] for hf_shape in actual.values()]
     sizes = tuple(hf_shape[0] for hf_shape in expected.values())
-    if len(expected) == 3 and tuple(rows) != sizes:  # query, key and value are three tensors
+    # query, key and value are three tensors
+    if len(expected) == 3 and tuple(rows) != sizes:
         raise ValueError(
             f"query, key and value have {tuple(rows)} rows in the Hugging Face weights, expected {sizes}"
         )

@@ -25,7 +25,8 @@ class WeightSource(Protocol):
     def read(self, name: str, slices: Slices) -> Tensor: ...
 
 
-MAPPED_BYTES = 128 << 20  # read from mapped files before they are closed and opened again
+# read from mapped files before they are closed and opened again
+MAPPED_BYTES = 128 << 20
 
 
 class StateDict:

@@ -112,7 +112,8 @@ class Parameters:
         )
         self._parts: dict[str, Part] = {}
         self._last: tuple[str, Tensor] | None = None
-        with torch.device("meta"):  # names, shapes and layers, no memory
+        # names, shapes and layers, no memory
+        with torch.device("meta"):
             model = GPTModel(**form.model.arguments(), parallel=ParallelState.single("cpu"), seed=0)
         tensors: dict[str, Tensor] = dict(model.named_parameters())
         # buffers that the family knows; what a run counts beside them is not of the model

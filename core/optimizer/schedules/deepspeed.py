@@ -87,7 +87,8 @@ class WarmupLR(_Warmup):
 
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made."""
-        lagged = step - 1  # DeepSpeed's schedulers are one update behind
+        # DeepSpeed's schedulers are one update behind
+        lagged = step - 1
         if lagged < 0:
             share = 0.0
         elif lagged < self._warmup:
@@ -143,7 +144,8 @@ class WarmupCosineLR(_Warmup):
 
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made."""
-        lagged = step - 1  # DeepSpeed's schedulers are one update behind
+        # DeepSpeed's schedulers are one update behind
+        lagged = step - 1
         if lagged < 0:
             return 0.0
         if lagged < self._warmup:
@@ -272,7 +274,8 @@ def schedule(name: str, options: Mapping[str, Any], lr: float) -> DeepSpeedSched
         options = {"warmup_max_lr": lr} | dict(options)
     elif name == "WarmupCosineLR":
         options = {"lr": lr} | dict(options)
-    if options.get("warmup_max_lr") == "auto":  # Hugging Face's word for the optimizer's
+    # Hugging Face's word for the optimizer's
+    if options.get("warmup_max_lr") == "auto":
         options = {**options, "warmup_max_lr": lr}
     raise_all(name, _option_rules(kind, options))
     types = {field.name: str(field.type) for field in fields(kind)}
@@ -285,7 +288,8 @@ def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
         if key in known:
             try:
                 _convert(str(known[key].type), value)
-            except (ValueError, TypeError, OverflowError):  # int("inf") among them
+            except (ValueError, TypeError, OverflowError):
+                # int("inf") among them
                 yield (
                     False,
                     f"{key}={value!r} is not of the kind {_type_name(str(known[key].type))}",

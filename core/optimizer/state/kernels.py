@@ -66,7 +66,8 @@ class Batch:
 
 
 Options = Mapping[str, Any]  # one of `param_groups`
-Kernel = Callable[[Batch, Factor, Options, float], None]  # the last argument is the weight decay
+# the last argument is the weight decay
+Kernel = Callable[[Batch, Factor, Options, float], None]
 
 
 def scaled(batch: Batch, factor: Factor) -> Tensor:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from core.parallel_state.layout import Layout
 
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))  # lowbias32's, as int32
+# lowbias32's, as int32
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
 
 def round_key(seed: int, step: int, name: str) -> tuple[int, int]:
@@ -28,7 +29,8 @@ def round_key(seed: int, step: int, name: str) -> tuple[int, int]:
 
 def random_bits(key: tuple[int, int], index: Tensor) -> Tensor:
     """int64 [n] element indices -> int32 [n] in 0..65535, each value equally likely over elements and keys."""
-    low, high = index.to(torch.int32), (index >> 32).to(torch.int32)  # `to` wraps
+    # `to` wraps
+    low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
     return _hash(key, low, high)
 
 
@@ -84,7 +86,8 @@ def global_index(layout: Layout, start: list[int], shape: tuple[int, ...], index
     """
     global_indices, stride = torch.zeros_like(index), 1
     dims = zip(layout.shape, start, shape, strict=True)
-    for full_size, offset, local_size in reversed(list(dims)):  # from the innermost dim
+    # from the innermost dim
+    for full_size, offset, local_size in reversed(list(dims)):
         global_indices += (index % local_size + offset) * stride
         index, stride = index // local_size, stride * full_size
     return global_indices
@@ -103,7 +106,8 @@ class Rounding:
         shape = layout.local_shape(self._sizes)
         key = round_key(self._seed, step, name)
         start = [s.start for s in layout.box(self._coordinate, self._sizes)]
-        if not shape or shape[1:] == layout.shape[1:]:  # only rows are cut: indices are consecutive
+        # only rows are cut: indices are consecutive
+        if not shape or shape[1:] == layout.shape[1:]:
             offset = start[0] * prod(shape[1:]) if shape else 0
             return stochastic_bfloat16(
                 x, random_bits_from(key, first + offset, x.numel(), x.device)

@@ -169,7 +169,8 @@ def checkpoint_states(
         states[name] = {}
         for kind, views in kinds.items():
             boxes = list(_sharded_tensors(mapper, f"optimizer/{kind}", views))
-            if boxes:  # a rank that holds nothing but padded rows has none
+            # a rank that holds nothing but padded rows has none
+            if boxes:
                 states[name][kind] = boxes
     objects = {key: ShardedObject(f"optimizer/{key}", value) for key, value in counts.items()}
     return objects | {"states": states}
@@ -189,7 +190,8 @@ def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[Sh
     """
     shard.wait()
     shard.take_weights()
-    shard.copies.send()  # running statistics: all of the first data rank, not some of each
+    # running statistics: all of the first data rank, not some of each
+    shard.copies.send()
     if shard.zero_stage < 3:
         return dict(module_state_dict(shard.module, shard.ps))
     mapper = Mapper(shard.ps, named_stacks(shard.module))

@@ -22,7 +22,8 @@ from core.parallel_state.layout import Layout, layout_of
 # elements: a chunk of main weights and one of weights fit into a core's cache
 COMPARE_CHUNK = 1 << 18
 KindsOf = Callable[[str, Layout], tuple[str, ...]]
-KeyOf = Callable[[str, Layout], UpdateKey | None]  # None: no fused call updates the parameter
+# None: no fused call updates the parameter
+KeyOf = Callable[[str, Layout], UpdateKey | None]
 
 
 @dataclass(eq=False)

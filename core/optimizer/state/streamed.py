@@ -16,7 +16,8 @@ from core.optimizer.state.flat_shard import ElementRun, Span, UpdateKey, clip_ru
 from core.optimizer.state.kernels import Batch, Factor
 from core.optimizer.state.state_buffers import StateBuffer
 
-CHUNK = 1 << 18  # elements: gradients, main weights and moments of a chunk fit into a core's cache
+# elements: gradients, main weights and moments of a chunk fit into a core's cache
+CHUNK = 1 << 18
 # elements, over a bus to an accelerator: large, because each copy has a latency
 FAR_CHUNK = 1 << 22
 Update = Callable[[Batch, Factor, UpdateKey], None]
@@ -46,7 +47,8 @@ class Streamer:
         self._device = device
         self._update = update
         self._round = rounding
-        self._remote = device.type != "cpu"  # states in host memory are behind a bus
+        # states in host memory are behind a bus
+        self._remote = device.type != "cpu"
         self._scratch: dict[tuple, Tensor] = {}
         self._side_stream: Any = None
 
@@ -65,7 +67,8 @@ class Streamer:
         fetched = [self._fetch(*work[0], 0, dtype)] if work else []
         for number, (state_buffer, _) in enumerate(work, 1):
             chunk = fetched.pop()
-            if number < len(work):  # prefetch the next chunk while this one is updated
+            # prefetch the next chunk while this one is updated
+            if number < len(work):
                 fetched.append(self._fetch(*work[number], number % 2, dtype))
             if chunk.arrival is not None:
                 chunk.arrival.synchronize()

@@ -160,7 +160,8 @@ class ByHand:
             if not self.is_open or not called_by_program(caller):
                 return result
             name = function_name(func)
-            kind = KIND_OF_FUNCTION.get(name)  # None: elementwise, a view, a fact
+            # None: elementwise, a view, a fact
+            kind = KIND_OF_FUNCTION.get(name)
             # vector_to_parameters cuts by sizes what parameters_to_vector joined: right
             if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith(
                 "torch.nn.utils."
@@ -173,7 +174,8 @@ class ByHand:
             if name == "grad":
                 if self._gradients and type(result) is Tensor:
                     self._follow(result, Heard(source.parameter, True))
-                elif self._gradients and hasattr(result, "listener"):  # what lies in buckets
+                elif self._gradients and hasattr(result, "listener"):
+                    # what lies in buckets
                     result.listener = partial(self._called_inside, Heard(source.parameter, True))
                     self._followed.append(weakref.ref(result))
                 return result
@@ -257,7 +259,8 @@ class ByHand:
 
     def _follow(self, result: Tensor, source: Heard, *, for_good: bool = False) -> None:
         """Listen to what is called on `result`, too; for_good: beyond the next forward."""
-        if result.is_floating_point() or result.dtype is torch.bool:  # a mask that is counted
+        # a mask that is counted
+        if result.is_floating_point() or result.dtype is torch.bool:
             result.__class__, result.heard = self._result, source  # type: ignore[attr-defined]
             if not for_good:
                 self._followed.append(weakref.ref(result))
@@ -297,7 +300,8 @@ def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
         if func is Tensor.detach and caller == "torch.nn.parameter":
             parameter = _detached_for_a_parameter(args[0])
             if listener is not None:
-                listener._followed.append(weakref.ref(parameter))  # closing makes it a plain one
+                # closing makes it a plain one
+                listener._followed.append(weakref.ref(parameter))
             return parameter
         if listener is not None:
             return listener.called(func, args, kwargs or {})

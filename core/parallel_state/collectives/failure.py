@@ -22,8 +22,10 @@ from core.parallel_state.collectives.groups import Group, is_initialized
 _PACKAGE = __name__.rpartition(".")[0]
 POLL_S = 0.02
 LONGEST = 20_000  # characters of what an exception says
-LINGER_S = 5.0  # how long the store outlives the first ranks that know the verdict, for late ones
-HOST_LINGER_S = 30.0  # on the rank whose process the store lives in
+# how long the store outlives the first ranks that know the verdict, for late ones
+LINGER_S = 5.0
+# on the rank whose process the store lives in
+HOST_LINGER_S = 30.0
 # a connection that closed needs no patience: whoever closed it has told why, or cannot
 GONE_S = 1.0
 
@@ -101,7 +103,8 @@ def _groups(error: BaseException) -> Iterator[Group]:
         if frame.f_globals.get("__name__", "").startswith(_PACKAGE):
             names = frame.f_locals
             group = names.get("group")
-            if isinstance(names, dict):  # a copy (before Python 3.13), which the frame would keep
+            # a copy (before Python 3.13), which the frame would keep
+            if isinstance(names, dict):
                 names.clear()
             if isinstance(group, Group):
                 yield group
@@ -163,7 +166,8 @@ class Board:
         result: list[Any] = []
 
         def run() -> None:
-            with suppress(RuntimeError):  # torch.distributed.DistError and its kin
+            # torch.distributed.DistError and its kin
+            with suppress(RuntimeError):
                 result.append(call())
 
         if self._store is not None:

@@ -13,7 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT_S = 600.0
-BUILT_IN = ("gloo", "nccl", "xccl", "ucc", "mpi")  # backends that a torch is built with, or without
+# backends that a torch is built with, or without
+BUILT_IN = ("gloo", "nccl", "xccl", "ucc", "mpi")
 
 
 @dataclass
@@ -105,7 +106,8 @@ class Group:
 
     def close(self) -> None:
         """Leave the group; calls of ranks that still wait in it fail at once. Nothing can be sent afterwards."""
-        while self.under_way:  # who holds one of them holds the connection
+        # who holds one of them holds the connection
+        while self.under_way:
             self.under_way.pop().forget()
         group = self.process_group
         self.process_group = Closed(self.name)  # type: ignore[assignment]
@@ -277,6 +279,7 @@ def mesh(
 ) -> DeviceMesh:
     """A DeviceMesh over existing groups; nothing new is created."""
     layout = torch.tensor(ranks)
-    if len(groups) == 1:  # torch derives a 1-D mesh from the group itself
+    # torch derives a 1-D mesh from the group itself
+    if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
     return DeviceMesh.from_group(groups, device_type, mesh=layout, mesh_dim_names=names)

@@ -16,7 +16,8 @@ from core.parallel_state.collectives.checks import compare_across_ranks
 from core.parallel_state.collectives.groups import Group
 from core.parallel_state.collectives.staged import StagedCollective, to_host
 
-TAG = 0x7A11  # of the messages inside a composed collective, so that they never match a user's
+# of the messages inside a composed collective, so that they never match a user's
+TAG = 0x7A11
 
 
 class PendingCollective(Protocol):
@@ -186,7 +187,8 @@ def _exchange_and_sum(x: Tensor, group: Group) -> Tensor:
     scratch = x.new_empty((group.size, *local.shape))
     scratch[group.rank].copy_(local)
     _exchange(list(shards), list(scratch), group)
-    return scratch.sum(0, dtype=x.dtype)  # in rank order, and in float32 inside for 16-bit types
+    # in rank order, and in float32 inside for 16-bit types
+    return scratch.sum(0, dtype=x.dtype)
 
 
 def all_to_all(
@@ -233,7 +235,8 @@ def _send_rows(
     if group.checked:  # of uneven rows all but their number
         compare_across_ranks("all_to_all", x if send_rows is None else x[:0], group)
     work = group.process_group.alltoall_base(received, x, receive_rows or [], send_rows or [])
-    waits_here = x.device.type in group.gloo  # its copying competes for CPU cores: no overlap
+    # its copying competes for CPU cores: no overlap
+    waits_here = x.device.type in group.gloo
     if waits_here:
         work.wait()
     group.traffic.add(x.nbytes, perf_counter() - start_time)

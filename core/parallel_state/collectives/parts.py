@@ -84,7 +84,8 @@ class _PendingSum:
     def wait(self) -> Tensor:
         self._messages.wait()
         local, shards = self._local, self._shards
-        if len(shards) == 2:  # a + b is b + a: the order does not matter
+        # a + b is b + a: the order does not matter
+        if len(shards) == 2:
             return local.add_(shards[1 - self._rank])
         # rank 0's shard first, then 1, 2 ...: floating-point sums depend on the order
         total = local if self._rank == 0 else shards[0].to(local.dtype)

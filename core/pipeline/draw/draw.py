@@ -76,7 +76,8 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
     if not cells:
         return "nothing ran\n"
     label_time = _label_time(timeline)
-    scale = (max(len(label) for _, label in cells) + 1) / label_time  # columns per unit of time
+    # columns per unit of time
+    scale = (max(len(label) for _, label in cells) + 1) / label_time
     lines = [_text_line(row, scale, _column(timeline.makespan, scale)) for row in rows]
     names = [f"rank {rank} |" for rank in range(len(lines))]
     names = [name.rjust(max(map(len, names))) for name in names]

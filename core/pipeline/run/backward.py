@@ -114,7 +114,8 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
                     f"input {index} of shape {tuple(leaf.shape)} was computed from other tensors (1 graph for 2 "
                     "stages); give the stage x.detach().requires_grad_()"
                 )
-            leaf.grad = None  # autograd would add to what an earlier use left there
+            # autograd would add to what an earlier use left there
+            leaf.grad = None
 
     if roots:
         torch.autograd.backward(roots, root_grads)

@@ -23,7 +23,8 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[Action, Any, Any]] = []  # (action, start, end)
+        # (action, start, end)
+        self._marks: list[tuple[Action, Any, Any]] = []
         self.begin = self._end = self.now()
 
     def now(self) -> Any:
@@ -97,7 +98,8 @@ class Executor:
         if profiled():
             compute = self._named(compute)
             communicate = self._named(communicate)
-        if self._watch is not None:  # in one step only, so that all others pay nothing
+        # in one step only, so that all others pay nothing
+        if self._watch is not None:
             compute = partial(self._compute_watched, self._watch)
         for action in self.plan.order:
             self.current_action = action

@@ -30,7 +30,8 @@ class _StageWithInput:
             return self._model(*args, **kwargs)
         if args:
             return self._model(self._received, *args[1:], **kwargs)
-        for name in ("input_ids", "tokens"):  # Megatron's name for it, and ours
+        # Megatron's name for it, and ours
+        for name in ("input_ids", "tokens"):
             kwargs.pop(name, None)
         return self._model(self._received, **kwargs)
 
@@ -87,7 +88,8 @@ def _cached_pipeline(
     """The pipeline of these models, built at the first call and when an argument changes; its step count goes on."""
     cache: _PipelineCache = models[0].__dict__.setdefault("_forward_backward", _PipelineCache())
     key = (tuple(map(id, models)), num_microbatches, id(ps), seed, id(grad_sync))
-    if forward_only and cache.key[:-1] == key[:-1]:  # without gradients grad_sync does not matter
+    # without gradients grad_sync does not matter
+    if forward_only and cache.key[:-1] == key[:-1]:
         return cache
     if forward_only and grad_sync is None:
         grad_sync = NullGradSync()
@@ -108,7 +110,8 @@ def _cached_pipeline(
             seed=seed,
         )
         cache.pipeline.step_index = step_index
-        cache.pipeline.sums_watch.close()  # `loss_func` returns means
+        # `loss_func` returns means
+        cache.pipeline.sums_watch.close()
     return cache
 
 

@@ -108,11 +108,13 @@ class Pipeline:
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.stages: dict[int, Stage] = {}
         self._connections = Connections(ps, self.receive_ahead)
-        self._forward_schedules: dict[int, Schedule] = {}  # by their number of microbatches
+        # by their number of microbatches
+        self._forward_schedules: dict[int, Schedule] = {}
         self._clock: Clock | None = None  # of the last step
         self._plain_loop: PlainLoopWatch | None = None
         self._batch_watch = BatchWatch(ps)
-        self._position = ""  # the action under way when a call failed
+        # the action under way when a call failed
+        self._position = ""
 
         # every rank must reach both agreements, whatever goes wrong on it: otherwise the others would deadlock there
         agree(ps, describe_arguments(schedule, num_microbatches, recompute, recompute_keeps))
@@ -134,7 +136,8 @@ class Pipeline:
         modules = [*self.modules.values()]
         self._loss_watch = LossWatch(ps, modules)
         self.sums_watch = SumsWatch(modules, ps, grad_sync)
-        if ps.size("pp") > 1 and grad_sync is None:  # torch's optimizers, a loop of one's own
+        # torch's optimizers, a loop of one's own
+        if ps.size("pp") > 1 and grad_sync is None:
             self._plain_loop = PlainLoopWatch(ps, modules)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure
         self._connections.plan(self.schedule)

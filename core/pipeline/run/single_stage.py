@@ -112,7 +112,8 @@ class SingleStage:
                 with named(f"F0.{index}"), self._begin_microbatch(index):
                     output = call_stage(model, microbatch, self._forward_arguments)
                     loss_sum, num_tokens = call_loss_fn(loss_fn, output, microbatch)
-                del output  # before backward: the graph holds what it needs
+                # before backward: the graph holds what it needs
+                del output
                 # gradient accumulation: backward adds to the gradients of the microbatches before
                 sync.before_input_grad(model)
                 if check_loss(loss_sum, num_tokens):
@@ -163,7 +164,8 @@ class SingleStage:
                     with self._begin_microbatch(index):
                         output = call_stage(self.model, microbatch, self._forward_arguments)
                         results.append(use(output, microbatch))
-                        del output  # not alive beside the next microbatch's
+                        # not alive beside the next microbatch's
+                        del output
             finally:
                 self.stage.release()
         return results

@@ -90,7 +90,8 @@ class Stage:
         self._context_rank = context_rank
         self._forward_arguments = forward_arguments(module)
         self._keeps_activations = keeps == "attention"
-        self._in_flight: dict[int, MicrobatchState] = {}  # by microbatch, from F to W
+        # by microbatch, from F to W
+        self._in_flight: dict[int, MicrobatchState] = {}
         self._has_compiled_code = False
         self._module_state = ModuleState(module)
         # per output tensor, once known in this step
@@ -155,7 +156,8 @@ class Stage:
             return input_leaves[-1]
 
         if step.training:
-            if isinstance(received, Tensor):  # the common case, without pytree
+            # the common case, without pytree
+            if isinstance(received, Tensor):
                 received = make_leaf(received)
             else:
                 received = tree_map(make_leaf, received)
@@ -303,7 +305,8 @@ class Stage:
             wants_grad = [earlier or tensor.requires_grad for earlier, tensor in pairs]
         elif with_graph:
             wants_grad = [tensor.requires_grad for tensor in tensors]
-        else:  # a graphless F with another number of outputs: ask for every gradient that could be needed
+        else:
+            # a graphless F with another number of outputs: ask for every gradient that could be needed
             wants_grad = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
         state.outputs_want_grad = wants_grad
         if earlier_wants is None:

@@ -97,7 +97,8 @@ def call_next_stage(
     keywords: dict[str, Any] = {}
     if isinstance(received, Mapping):
         keywords = dict(received)
-    if not keywords:  # an empty mapping is an argument like any other
+    # an empty mapping is an argument like any other
+    if not keywords:
         positional = received if isinstance(received, tuple) else (received,)
     # what arrived goes before the batch: tokens of the batch must not replace an activation
     if isinstance(microbatch, Mapping):
@@ -271,7 +272,8 @@ def _view_rows(value: Tensor, first: int, count: int) -> Tensor:
     # `.data` gives each microbatch a version counter of its own: a module that writes into one in place must not
     # make autograd and R believe that all the others were written as well
     view = value.narrow(0, first, count)
-    if value.requires_grad:  # the user wants the gradient of the input itself
+    # the user wants the gradient of the input itself
+    if value.requires_grad:
         return view
     return view.data
 

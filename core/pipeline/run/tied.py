@@ -86,7 +86,8 @@ def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
     if ps.size("pp") == 1 or await_checkpoint:
         return
     _refuse_different_ends(modules, ps)
-    first_by_content: dict[tuple, tuple[int, _Matrix]] = {}  # (checksum, shape) -> (rank, matrix)
+    # (checksum, shape) -> (rank, matrix)
+    first_by_content: dict[tuple, tuple[int, _Matrix]] = {}
     twins = []
     for rank, matrices in enumerate(
         all_gather_objects(_unmarked_matrices(modules), ps.group("pp"))

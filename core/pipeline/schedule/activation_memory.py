@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from core.pipeline.schedule.integer_schedule import F, I, R, SchedulingProblem, W
 
-STATE_BITS = 3  # per stage: how far it is with a microbatch: 0 nothing, 1 F, 2 R, 3 I, 4 W done
+# per stage: how far it is with a microbatch: 0 nothing, 1 F, 2 R, 3 I, 4 W done
+STATE_BITS = 3
 STATE_MASK = 7
 ALL_DONE = 4
 
@@ -104,7 +105,8 @@ class ActivationMemory:
         """Memory that everything of the stage up to `kind` takes on top."""
         state = self.progress[rank][microbatch] >> self.shift[stage] & STATE_MASK
         first = stage * self.problem.stride
-        undone = range(state, kind + 1)  # without R, where the stage is not recomputed
+        # without R, where the stage is not recomputed
+        undone = range(state, kind + 1)
         changes = self.problem.memory_change
         return sum(changes[first + k] for k in undone if k != R or self.problem.recomputed[stage])
 

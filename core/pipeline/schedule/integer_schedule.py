@@ -44,7 +44,8 @@ class SchedulingProblem:
         for stage, rank in enumerate(self.placement):
             self.stages_of[rank].append(stage)
 
-        self.stride = 4 * microbatches  # from an action to the same of the next stage
+        # from an action to the same of the next stage
+        self.stride = 4 * microbatches
         self.size = self.stride * self.stages
         # F, I, W of every stage, and R of those that are recomputed
         self.actions = microbatches * (3 * self.stages + sum(self.recomputed))
@@ -62,7 +63,8 @@ class SchedulingProblem:
         self.graph[stage] = graph
         # activation checkpointing: F keeps the stage's input, R makes the graph
         after_forward = saved if self.recomputed[stage] else graph
-        memory_changes = (after_forward, graph - saved, waiting - graph, -waiting)  # of F, R, I, W
+        # of F, R, I, W
+        memory_changes = (after_forward, graph - saved, waiting - graph, -waiting)
         durations = [costs.at(name, stage) for name in KINDS]
         for first in range(stage * self.stride, (stage + 1) * self.stride, 4):
             self.duration[first : first + 4] = durations
@@ -223,7 +225,8 @@ class SchedulingProblem:
                 action = self.action(KINDS.index(kind), stage, microbatch)
                 follows_forward = integers[-1:] == [action - I]
                 if kind == "I" and self.recomputed[stage] and follows_forward:
-                    integers.append(action - 1)  # the R that costs nothing
+                    # the R that costs nothing
+                    integers.append(action - 1)
                 integers.append(action)
             orders.append(integers)
         return orders

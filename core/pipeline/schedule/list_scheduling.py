@@ -112,10 +112,12 @@ class ListScheduler:
         self.memory = ActivationMemory(problem, limits, policy.careful)
         # by kind; the smallest goes first
         self.priority = [policy.kinds.index(kind) for kind in KINDS]
-        self.done_count = [[0] * problem.stages for _ in KINDS]  # microbatches by kind and stage
+        # microbatches by kind and stage
+        self.done_count = [[0] * problem.stages for _ in KINDS]
         # (stage, microbatch) whose W waits, per rank, oldest first
         self.waiting_weights: list[deque[tuple[int, int]]] = [deque() for _ in range(problem.ranks)]
-        self.end = [-1.0] * problem.size  # of each action; -1: not done
+        # of each action; -1: not done
+        self.end = [-1.0] * problem.size
         self.orders: IntegerOrders = [[] for _ in range(problem.ranks)]
         self.free_at = [0.0] * problem.ranks
         self.entry_interval = policy.pace * problem.time_per_microbatch
@@ -125,7 +127,8 @@ class ListScheduler:
     def arrival(self, action: int) -> float:
         """When the input of an action is there (-1: not yet known)."""
         source = self.problem.source[action]
-        if source < 0:  # F of the first stage, where action // 4 is the microbatch
+        # F of the first stage, where action // 4 is the microbatch
+        if source < 0:
             return self.entry_interval * (action // 4)
         end = self.end[source]
         if end < 0:
@@ -143,7 +146,8 @@ class ListScheduler:
         done_forward, done_recompute, done_input, _ = self.done_count
         priority = self.priority
         for stage in problem.stages_of[rank]:
-            oldest = done_input[stage]  # the microbatch whose I comes next
+            # the microbatch whose I comes next
+            oldest = done_input[stage]
             gradient = -1.0
             if oldest < done_forward[stage]:
                 gradient = self.arrival(problem.action(I, stage, oldest))
@@ -250,7 +254,8 @@ class ListScheduler:
         # wake the rank of the neighbouring stage when the message is there
         if kind not in (F, I):
             return end
-        direction = 1 if kind == F else -1  # F goes to the next stage, I to the previous one
+        # F goes to the next stage, I to the previous one
+        direction = 1 if kind == F else -1
         neighbour = stage + direction
         if 0 <= neighbour < problem.stages and problem.placement[neighbour] != rank:
             consumer = action + direction * problem.stride
@@ -263,14 +268,16 @@ class ListScheduler:
         """Until nobody has anything to do; None when actions remain."""
         while self.events:
             now, rank = heapq.heappop(self.events)
-            if now < self.free_at[rank]:  # busy: it looks again when its action ends
+            # busy: it looks again when its action ends
+            if now < self.free_at[rank]:
                 continue
             next_look, best = self.choose(rank, now)
             if best is not None:
                 self.free_at[rank] = next_look = self.start(rank, now, *best)
             if next_look >= 0:
                 heapq.heappush(self.events, (next_look, rank))
-        if sum(map(len, self.orders)) < self.problem.actions:  # a deadlock over memory
+        # a deadlock over memory
+        if sum(map(len, self.orders)) < self.problem.actions:
             return None
         return self.orders
 

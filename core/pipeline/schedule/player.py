@@ -10,7 +10,8 @@ from itertools import chain
 from core.pipeline.schedule.actions import Action, Schedule, check_placement
 from core.pipeline.schedule.timeline import Event, Timeline
 
-PerStage = float | Sequence[float]  # one number for all stages, or one per stage
+# one number for all stages, or one per stage
+PerStage = float | Sequence[float]
 Done = tuple[str, int, int | None]  # kind, stage, microbatch
 
 
@@ -184,7 +185,8 @@ class _Player:
                 return None
             _, source_stage, _ = source
             arrival = self.end_times[source]
-            if self.schedule.placement[source_stage] != rank:  # the latency of a message
+            # the latency of a message
+            if self.schedule.placement[source_stage] != rank:
                 arrival += self.costs.comm
             begin = max(begin, arrival)
         return begin
@@ -199,7 +201,8 @@ class _Player:
             for half in halves:
                 end += self.costs.at(half, stage)
                 self.end_times[half, stage, microbatch] = end
-            if self.fused_backward and kind == "B":  # the message leaves after W
+            # the message leaves after W
+            if self.fused_backward and kind == "B":
                 self.end_times["I", stage, microbatch] = end
             self.rows[rank].append(Event(action, begin, end))
         self.clock[rank] = end

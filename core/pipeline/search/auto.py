@@ -171,7 +171,8 @@ class Tuner:
         first schedule, then that of what was found with it, last that of one microbatch at a time.
         """
         limit = self.limit
-        if limit is None:  # as much as the first schedule needs on its fullest rank
+        # as much as the first schedule needs on its fullest rank
+        if limit is None:
             limit = max(live_peaks(schedule, memory, self.depth))
         in_mebibytes: dict[str, Any] = {}
         for name in BYTE_COSTS:

@@ -18,8 +18,10 @@ from core.pipeline.schedule.integer_schedule import (
 
 # The temperature: how much longer a step may get, first and last, in units of the mean time of an action
 FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.3, 0.02
-REACH = 4  # a move may begin or end so many actions away from the critical path
-Segment = tuple[int, int, int]  # rank, first, last: a run of the critical path on one rank
+# a move may begin or end so many actions away from the critical path
+REACH = 4
+# rank, first, last: a run of the critical path on one rank
+Segment = tuple[int, int, int]
 
 
 class Climber:
@@ -118,7 +120,8 @@ class Climber:
         self.orders[rank], self.durations[rank] = new_order, durations
         self.spent += self.problem.actions
         ends = self.problem.end_times(self.orders, self.durations)
-        if ends is None or ends[0] > allowed:  # a deadlock, or too slow
+        # a deadlock, or too slow
+        if ends is None or ends[0] > allowed:
             self.orders[rank], self.durations[rank] = old_order, old_durations
             return False
         self.makespan, self.end = ends

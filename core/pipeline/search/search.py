@@ -17,10 +17,12 @@ from core.pipeline.schedule.player import Costs, Played, check, play
 from core.pipeline.search.climb import Climber
 
 INFINITE = float("inf")
-PASS_COST = 25  # a list scheduling pass takes the time of so many looks at each action
+# a list scheduling pass takes the time of so many looks at each action
+PASS_COST = 25
 MAX_PASSES = 1500  # after which list scheduling finds nothing new
 MAX_CLIMBERS = 8
-SLACK = 1e-9  # sums of the same numbers in another order differ by less
+# sums of the same numbers in another order differ by less
+SLACK = 1e-9
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from core.datasets.shards.manifest import SUFFIX
 from core.parallel_state.config import raise_all
 
-OF_AVERAGE = ".ema"  # behind the name of a validation text: of the averaged weights
+# behind the name of a validation text: of the averaged weights
+OF_AVERAGE = ".ema"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +69,8 @@ class DataConfig:
         for name in ("train", "valid"):
             value = getattr(self, name)
             prefixes = (value,) if isinstance(value, str | os.PathLike) else value
-            object.__setattr__(self, name, tuple(map(str, prefixes)))  # the dataclass is frozen
+            # the dataclass is frozen
+            object.__setattr__(self, name, tuple(map(str, prefixes)))
         raise_all("DataConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:

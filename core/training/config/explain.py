@@ -70,7 +70,8 @@ def _table(merged: Merged) -> Iterator[str]:
     # one row per field, its value as TOML would have it
     fields_by_name = list(known_fields().values())
     rows = [(field, _value_text(merged.draft.values[field.name])) for field in fields_by_name]
-    rows.sort(key=lambda row: row[0].section != "")  # fields of no part first, as TOML needs it
+    # fields of no part first, as TOML needs it
+    rows.sort(key=lambda row: row[0].section != "")
 
     # column widths; the help text takes the remaining columns of the terminal
     name_width = max(len(field.key) for field in fields_by_name) + 2
@@ -87,7 +88,8 @@ def _table(merged: Merged) -> Iterator[str]:
         columns = (
             f"  {field.key:<{name_width - 2}}  {text:<{value_width}}  {origin:<{origin_width}}  "
         )
-        if help_width < 30:  # a narrow terminal: the help goes below
+        # a narrow terminal: the help goes below
+        if help_width < 30:
             yield columns.rstrip()
             yield from textwrap.wrap(
                 field.help, left_width, initial_indent=" " * 6, subsequent_indent=" " * 6

@@ -10,9 +10,11 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-NONE = "None"  # the text that stands for no value, where a field may have none
+# the text that stands for no value, where a field may have none
+NONE = "None"
 
-_LARGEST = 1 << 64  # what no field's integer reaches, seeds included
+# what no field's integer reaches, seeds included
+_LARGEST = 1 << 64
 
 _TYPES = {"flag": "true | false", "texts": "list of texts", "table": "table of texts and numbers"}
 _NEEDED = {

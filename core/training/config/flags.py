@@ -271,7 +271,8 @@ def _parsed(
                 console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",
             )
     except SystemExit as end:
-        if end.code and messages.getvalue():  # what the scan did not see; without tyro's frame
+        # what the scan did not see; without tyro's frame
+        if end.code and messages.getvalue():
             print(
                 "error:",
                 " ".join(re.sub(r"[^\x20-\x7e]", " ", messages.getvalue()).split()),

@@ -17,8 +17,10 @@ from core.parallel_state.grid import Grid
 from core.training.config.data import DataConfig
 from core.training.model.config import DTYPES
 
-_MOST_LAYERS = 512  # each is built, without memory; that takes about a millisecond
-_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1}  # of all elements, of muon the matrices
+# each is built, without memory; that takes about a millisecond
+_MOST_LAYERS = 512
+# of all elements, of muon the matrices
+_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1}
 
 
 def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:

@@ -27,7 +27,8 @@ from core.transformer.rules import layout_rules
 
 Rules = Iterator[tuple[bool, str]]
 
-_MOST_STAGES = 1 << 14  # of a model whose layers nobody here can count
+# of a model whose layers nobody here can count
+_MOST_STAGES = 1 << 14
 
 
 def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
@@ -62,7 +63,8 @@ def _position_rules(model: ModelConfig, data: DataConfig) -> Rules:
         return
     try:
         positions = model.positions(data.sequence_length)
-    except ValueError:  # a folder that cannot be read, which the rules of the model tell
+    except ValueError:
+        # a folder that cannot be read, which the rules of the model tell
         return
     yield (
         data.sequence_length <= positions,
@@ -109,7 +111,8 @@ def _tokens_of(data: DataConfig) -> int | None:
 
 def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
     """The batch divides over data ranks and microbatches; checked once the number of data ranks is known."""
-    ranks = parallel.data  # None until the size of the world is known
+    # None until the size of the world is known
+    ranks = parallel.data
     if ranks is not None and training.global_batch_size % (training.micro_batch_size * ranks):
         yield False, _describe_batch_mismatch(training, ranks)
     if ranks is not None and training.ramp is not None:
@@ -177,7 +180,8 @@ def _file_rules(data: DataConfig) -> Rules:
             continue
         try:
             for _, prefix in open_blend(blend) if blend else ():
-                if is_text(prefix):  # becomes a token file when everything else fits together
+                # becomes a token file when everything else fits together
+                if is_text(prefix):
                     continue
                 tokens = (
                     Manifest.read(prefix) if is_list(prefix) else TokenFile(prefix)
@@ -208,7 +212,8 @@ def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: Pipelin
     # interleaved schedules have several stages per rank, each of at least one layer
     try:
         stages = len(pipeline.placement(parallel.pipeline))
-    except Exception as error:  # of a function of the user's, which may raise anything
+    except Exception as error:
+        # of a function of the user's, which may raise anything
         yield (
             False,
             f"schedule={pipeline.schedule} over pipeline={parallel.pipeline} ranks: {error}",

@@ -289,7 +289,8 @@ def _resolved(model: ModelConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """(field -> value of the facts that nobody gave, field -> the field that they follow)."""
     try:
         facts = model.resolved()
-    except ValueError:  # a folder that cannot be read, which the rules tell
+    except ValueError:
+        # a folder that cannot be read, which the rules tell
         return {}, {}
     sources = {key: source for key in facts if (source := model.source_of(key)) is not None}
     return (

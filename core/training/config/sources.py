@@ -183,7 +183,8 @@ def checked(loaded: Loaded, world_size: int) -> RunConfig:
         return with_token_files(loaded.run.check(world_size)).check(world_size)
     except ConfigError as error:
         _leave([in_the_runs_names(problem.text) for problem in error.problems], status=1)
-    except (ValueError, OSError, ImportError) as error:  # of text that cannot be prepared
+    except (ValueError, OSError, ImportError) as error:
+        # of text that cannot be prepared
         _leave([str(error)], status=1)
 
 

@@ -11,7 +11,8 @@ from core.training.config.fields import NONE, Field, flatten
 from core.training.config.messages.toml_mistakes import explained
 
 _CLOSES = re.compile(r"[]}]|\"\"\"|'''")
-_TRIES = 200  # lines that might end a setting of several lines, and do not
+# lines that might end a setting of several lines, and do not
+_TRIES = 200
 
 
 class Read(NamedTuple):
@@ -26,7 +27,8 @@ def read_toml(path: str | Path, fields_by_name: Mapping[str, Field]) -> Read:
     """What a file says. Raises ValueError: it cannot be read, or is no TOML."""
     text = ""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        # some editors begin a file with a mark
+        text = Path(path).read_text(encoding="utf-8-sig")
         values, duplicates = flatten(tomllib.loads(text), fields_by_name)
         lines = lines_of(text, values)
     except FileNotFoundError:
@@ -37,7 +39,8 @@ def read_toml(path: str | Path, fields_by_name: Mapping[str, Field]) -> Read:
         raise ValueError(f"{path} cannot be read as TOML: it is nested too deeply") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} cannot be read as TOML: {explained(text, error)}") from None
-    except (OSError, ValueError) as error:  # UnicodeDecodeError among them
+    except (OSError, ValueError) as error:
+        # UnicodeDecodeError among them
         raise ValueError(
             f"{path} cannot be read as TOML: {getattr(error, 'strerror', None) or error}"
         ) from None

@@ -177,7 +177,8 @@ def backends(device: torch.device) -> Iterator[Check]:
     available = available_backends()
     device_backend = default_backend(device.type)
     for name in dict.fromkeys(["gloo", device_backend]):
-        is_plugin = name not in ("gloo", "nccl", "xccl", "none")  # reports a failure by itself
+        # reports a failure by itself
+        is_plugin = name not in ("gloo", "nccl", "xccl", "none")
         if name in available or is_plugin:
             yield Check(name=name, value="in this torch", status="ok", required=True)
         else:

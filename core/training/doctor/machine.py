@@ -57,7 +57,8 @@ def cpu() -> Check:
     value = "; ".join(facts)
 
     available = min(len(usable), quota or len(usable))
-    if threads > max(1, available):  # more threads than cores wait for each other
+    # more threads than cores wait for each other
+    if threads > max(1, available):
         remedy = f"export OMP_NUM_THREADS={max(1, int(available))}, divided by the processes on this machine"
         return Check(name="CPU", value=value, status="off", remedy=remedy)
     return Check(name="CPU", value=value, status="ok")
@@ -79,7 +80,8 @@ def _cpu_quota() -> float | None:
     path = CGROUP / "cpu.max"
     if not path.exists():
         return None
-    quota, period = path.read_text().split()  # microseconds of CPU time per period
+    # microseconds of CPU time per period
+    quota, period = path.read_text().split()
     if quota == "max":
         return None
     return int(quota) / int(period)
@@ -90,7 +92,8 @@ def memory() -> Check:
     sizes = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, text = line.split(":")
-        sizes[name] = int(text.split()[0]) << 10  # the file is in KiB
+        # the file is in KiB
+        sizes[name] = int(text.split()[0]) << 10
     value = f"{gib(sizes['MemTotal'])}, {gib(sizes['MemAvailable'])} available"
     limit_file = CGROUP / "memory.max"
     limit = limit_file.read_text().strip() if limit_file.exists() else "max"

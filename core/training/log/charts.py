@@ -29,7 +29,8 @@ POINTS = 800  # more are drawn as their mean and range
 BUCKETS = 400
 MARKERS = 200
 LARGEST = 1e100  # what is larger is drawn as not finite
-LOG_FROM = 50.0  # a range of more than this factor gets a logarithmic axis, where one is allowed
+# a range of more than this factor gets a logarithmic axis, where one is allowed
+LOG_FROM = 50.0
 
 
 Row = tuple[float, float, float, float]  # step, mean, least, most
@@ -164,7 +165,8 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
     whole = [tick for tick in x.ticks(4) if tick == int(tick)]
     for tick in whole:
         place = x.at(tick)
-        anchor = "end" if place > RIGHT - 24 else "middle"  # a long number would leave the picture
+        # a long number would leave the picture
+        anchor = "end" if place > RIGHT - 24 else "middle"
         yield f'<text x="{place:.1f}" y="{BOTTOM + 17:g}" text-anchor="{anchor}">{int(tick):,}</text>'
     yield f'<line class="base" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{BOTTOM:g}" y2="{BOTTOM:g}"/>'
 

@@ -29,7 +29,8 @@ COLUMNS = (
     "host",
     "buffers",
 )
-PLACEHOLDER_BYTES = 8  # ZeRO-3 leaves a storage of at most so many bytes for a freed parameter
+# ZeRO-3 leaves a storage of at most so many bytes for a freed parameter
+PLACEHOLDER_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +96,8 @@ class MemoryReport:
 
     def local_usage(self, activations: int = 0) -> Usage:
         """This rank's bytes at this moment; nothing is communicated."""
-        counted: set[int] = set()  # storages: one that two kinds share belongs to the first
+        # storages: one that two kinds share belongs to the first
+        counted: set[int] = set()
         sizes = {
             kind: _uncounted_bytes(tensors, counted) for kind, tensors in self._tensors().items()
         }

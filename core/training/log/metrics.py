@@ -125,7 +125,8 @@ def memory_mib(device: torch.device) -> float:
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    units_per_mib = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB on Linux
+    # bytes there, KiB on Linux
+    units_per_mib = 2**20 if sys.platform == "darwin" else 2**10
     return peak / units_per_mib
 
 
@@ -308,6 +309,7 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
     for row in json_rows(path):
         try:
             records.append(StepRecord.from_json(row))
-        except (ValueError, TypeError):  # a validation, or a row of another version
+        except (ValueError, TypeError):
+            # a validation, or a row of another version
             continue
     return records

@@ -118,7 +118,8 @@ def columns(records: Sequence[StepRecord]) -> dict[str, list[Any]]:
 
 
 def _render(**values: Any) -> str:
-    import jinja2  # torch has it installed; a run without a page does not import it
+    # torch has it installed; a run without a page does not import it
+    import jinja2
 
     environment = jinja2.Environment(
         autoescape=True,

@@ -8,7 +8,8 @@ from typing import Any
 
 from core.training.log.json_rows import json_number, json_rows
 
-MAIN = "validation"  # the name of the text that `data.valid` or `data.split` gives
+# the name of the text that `data.valid` or `data.split` gives
+MAIN = "validation"
 # the other names stand behind validation_, apart from those of steps
 _OF_THE_ROW = ("step", "time", "tokens_seen")
 
@@ -101,5 +102,6 @@ def _read(path: str | Path) -> Iterator[ValidationRecord]:
     for row in json_rows(path):
         try:
             yield ValidationRecord.from_json(row)
-        except (ValueError, TypeError, KeyError):  # a step, or a row of another version
+        except (ValueError, TypeError, KeyError):
+            # a step, or a row of another version
             continue

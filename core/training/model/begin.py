@@ -92,7 +92,8 @@ def first_stages(
 def _stages_of_folder(
     run: RunConfig, folder: str, tokens: int, ps: ParallelState
 ) -> dict[int, GPTModel]:
-    with torch.device("meta"):  # no rank ever holds more than its own part
+    # no rank ever holds more than its own part
+    with torch.device("meta"):
         stages = build_stages(run.model, run.pipeline, tokens, run.data.sequence_length, ps)
     materialize(stages, ps.device)
     for stage in stages.values():

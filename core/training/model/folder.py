@@ -49,7 +49,8 @@ def text_rules(
     )
     path = own or tokenizer
     if path is None or not Path(path).is_file() or not train or not same:
-        return  # told elsewhere, or the text's own tokenizer: looked at when the text is opened
+        # told elsewhere, or the text's own tokenizer: looked at when the text is opened
+        return
     try:
         # text becomes a token file of this tokenizer when the run starts
         prefixes = [

@@ -36,6 +36,7 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
             f"{expected} under schedule={run.pipeline.schedule}; return {{stage: nn.Module}} of these"
         )
     for module in modules.values():
-        if not isinstance(module, GPTModel):  # a GPTModel was built in its dtype, on its device
+        # a GPTModel was built in its dtype, on its device
+        if not isinstance(module, GPTModel):
             module.to(ps.device, run.model.dtype)
     return modules

@@ -25,7 +25,8 @@ def model_settings(url: str) -> dict[str, Any]:
     """`model.*` of the run that saved a checkpoint, by flat name; none where it cannot be read, or says nothing."""
     try:
         settings: Any = open_stored(url).run.get("settings", {})
-    except (OSError, ValueError):  # the rules of `checkpoint.weights` tell
+    except (OSError, ValueError):
+        # the rules of `checkpoint.weights` tell
         return {}
     return {
         name: value

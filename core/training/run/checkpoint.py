@@ -87,7 +87,8 @@ class Checkpoints(AbstractContextManager):
 
     def state(self, step: int) -> dict[str, Any]:
         """Everything that the steps after `step` updates depend on."""
-        step = max(step, self.plan.start_step)  # a template of another step has the same arrays
+        # a template of another step has the same arrays
+        step = max(step, self.plan.start_step)
         return {
             "model": sharded_state_dict(self.optimizer.shard),
             "optimizer": self.optimizer.sharded_state_dict(),
@@ -127,7 +128,8 @@ class Checkpoints(AbstractContextManager):
             if steps:
                 return self.manager.url(steps[-1])
             return None
-        except (OSError, ValueError):  # told by the load that follows, which tries the one before
+        except (OSError, ValueError):
+            # told by the load that follows, which tries the one before
             return None
 
     def restore(self, url: str) -> int:
@@ -204,7 +206,8 @@ class Checkpoints(AbstractContextManager):
             try:
                 self.manager.prepare(self.state(0))
             except BaseException:
-                self.manager.close()  # releases the directory's lock
+                # releases the directory's lock
+                self.manager.close()
                 raise
             # Python allows handlers there only
             if threading.current_thread() is threading.main_thread():
@@ -227,7 +230,8 @@ class Checkpoints(AbstractContextManager):
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._terminated:
-            raise KeyboardInterrupt  # a second Ctrl-C: do not wait for the step
+            # a second Ctrl-C: do not wait for the step
+            raise KeyboardInterrupt
         self._terminated = True
 
     def before_update(self) -> None:
@@ -298,7 +302,8 @@ class Checkpoints(AbstractContextManager):
             self.say(f"warning: {error}; saving step {step}")
         try:
             self.manager.save_async(step, self.state(step), metrics)
-        except RuntimeError as error:  # this save's own: the previous one's was reported above
+        except RuntimeError as error:
+            # this save's own: the previous one's was reported above
             if self.config.on_failure != "warn":
                 raise
             self.say(f"warning: {error}; step {step} is not saved")

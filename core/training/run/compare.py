@@ -29,7 +29,8 @@ def first_step_alone(
     """Loss and gradient norm of step 0, computed by this process by itself; the model is whole. No collectives."""
     single = ParallelState.single("cpu")
     shard = DataParallel(full_model, single)
-    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.0))  # for the gradient norm
+    # for the gradient norm
+    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.0))
     batch = batches.batch(0)
     rows = len(next(iter(batch.values())))
     executor = SingleStage(

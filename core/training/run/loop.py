@@ -113,7 +113,8 @@ class _Meter:
         # of the model; activation checkpointing's forward does not count
         flops_per_s = tokens_per_s * self._flops
         mfu = flops_per_s / self._peak if self._peak is not None else None
-        if mfu is not None and mfu > 1:  # then the figure of the device is no peak
+        # then the figure of the device is no peak
+        if mfu is not None and mfu > 1:
             mfu = None
         return StepRecord(
             step=step + 1,
@@ -261,7 +262,8 @@ def train(
     RuntimeError: a NaN loss. ValueError: no step left to run.
     """
     _refuse_no_steps(start, config.train_steps)
-    executor.step_index = start  # dropout seeds are a function of the step
+    # dropout seeds are a function of the step
+    executor.step_index = start
     progress, first_step = _Progress(), None
     meter = _Meter(start, flops_per_token, peak_flops, tokens_per_step, experts)
     reporter = _Reporter(config, optimizer, meter, log, say)
@@ -277,7 +279,8 @@ def train(
         last = step == config.train_steps - 1
         is_logged = last or step == start or _is_due(step, config.log_interval)
         is_validated = validate is not None and (last or _is_due(step, config.eval_interval))
-        if is_logged or is_validated:  # otherwise nothing waits for the device
+        # otherwise nothing waits for the device
+        if is_logged or is_validated:
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
@@ -285,7 +288,8 @@ def train(
         if every_step is not None:
             progress.show(step + 1, result.loss, every_step)
 
-        begin = time.perf_counter()  # validating and saving are outside of the throughput
+        # validating and saving are outside of the throughput
+        begin = time.perf_counter()
         bits = reporter.validation(step, validate if is_validated else None)
         stop = _save(checkpoints, step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)

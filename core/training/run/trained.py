@@ -23,7 +23,8 @@ from core.training.config.run import known_fields
 from core.training.config.toml_files import read_toml
 from core.training.model.begin import first_stages
 
-_LONGEST_SEQUENCE = 1024  # of a Hugging Face model, unless data.sequence_length says otherwise
+# of a Hugging Face model, unless data.sequence_length says otherwise
+_LONGEST_SEQUENCE = 1024
 # of a run's settings, what another layout, machine or purpose does not share with it
 _KEPT = ("model.", "data.", "training.micro_batch_size")
 

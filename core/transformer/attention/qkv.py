@@ -13,7 +13,8 @@ from torch import Tensor
 from core.autograd.gradients import no_second_derivative
 
 Tables = tuple[Tensor, Tensor]
-LayerTables = list[Tables | None]  # by the layers' global numbers; None does not rotate
+# by the layers' global numbers; None does not rotate
+LayerTables = list[Tables | None]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
@@ -101,7 +102,8 @@ def split_qkv(
     y: Tensor, groups: int, head_size: int, tables: Tables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [s, b, g (r+2) d] -> q [b, g r, s, d], k [b, g, s, d], v [b, g, s, d]; q and k rotated with `tables`."""
-    if torch.compiler.is_compiling():  # it fuses by itself, and knows no views as `out`
+    # it fuses by itself, and knows no views as `out`
+    if torch.compiler.is_compiling():
         return split_qkv_plainly(y, groups, head_size, tables)
     cos, sin = tables if tables is not None else (None, None)
     if not torch.is_grad_enabled():  # nothing to save

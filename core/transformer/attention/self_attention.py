@@ -60,7 +60,8 @@ class CoreAttention(nn.Module):
         """
         p = self.dropout.p if self.training else 0.0
         documents = attention_mask if isinstance(attention_mask, Documents) else None
-        if documents is not None and p > 0:  # no kernel that merges blocks drops out
+        # no kernel that merges blocks drops out
+        if documents is not None and p > 0:
             attention_mask = visible_mask(documents.begin)
             documents = None
         splits_rows = self.exchange.rows.size > 1 and not self.stage.whole_sequences
@@ -85,7 +86,8 @@ class CoreAttention(nn.Module):
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """This rank's rows with the keys that each of them sees, wherever these are."""
         kind = q.device.type
-        if torch.is_autocast_enabled(kind):  # as for torch's own attention
+        # as for torch's own attention
+        if torch.is_autocast_enabled(kind):
             q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
         if self.window is not None:
             rows = self.exchange.rows
@@ -189,7 +191,8 @@ class SelfAttention(nn.Module):
         self.q_layernorm = _qk_norm(build, spec, config.num_attention_heads)
         self.k_layernorm = _qk_norm(build, spec, config.groups)
         for submodule in (self.core_attention, self.q_layernorm, self.k_layernorm):
-            if submodule is not None:  # whatever it is, it sees this rank's heads only
+            # whatever it is, it sees this rank's heads only
+            if submodule is not None:
                 sum_gradients_of_foreign(submodule, place.group)
 
     def forward(
@@ -213,7 +216,8 @@ class SelfAttention(nn.Module):
             k, v, padding = self.cache_of_layer.extend(k, v)
             attention_mask = attention_mask if padding is None else padding
         heads = self.core_attention(q, k, v, attention_mask)
-        return self.linear_proj(heads.permute(2, 0, 1, 3).flatten(2))  # [s, b, a d]
+        # [s, b, a d]
+        return self.linear_proj(heads.permute(2, 0, 1, 3).flatten(2))
 
 
 def _qk_norm(build: Build, spec: TransformerLayerSpec, heads: int) -> nn.Module | None:

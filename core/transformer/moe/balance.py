@@ -82,7 +82,8 @@ class Balance:
         self._router = router
         assert config.num_moe_experts is not None
         self._experts, self._stage = config.num_moe_experts, build.stage
-        self.is_on = config.balances_experts  # whether there is anything to attach
+        # whether there is anything to attach
+        self.is_on = config.balances_experts
         self._of_sequence = config.moe_router_load_balancing_type == "seq_aux_loss"
         balances = config.moe_router_load_balancing_type != "none"
         self._aux_coefficient = config.moe_aux_loss_coeff if balances else 0.0

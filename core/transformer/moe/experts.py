@@ -49,7 +49,8 @@ class Experts(torch.nn.Module):
             build, Layout((experts, hidden, ffn), {"ep": 0}), config.output_std
         )
         ps = build.parallel
-        self.edp_is_summed = False  # by a wrapper that sums .grad over edp itself
+        # by a wrapper that sums .grad over edp itself
+        self.edp_is_summed = False
         self._has_data_ranks = ps.size("dp-cp") > 1
         self._ranks = ps.size("ep")
         # in a plain loop
@@ -108,7 +109,8 @@ class _WeightedActivation(torch.autograd.Function):
         if ctx.is_gated and ctx.activation is F.silu:
             # linear in the weight, which comes last: nothing is computed both with it and without it
             dy = silu_gate_gradient(y, gradient)
-            by_weight = dy.chunk(2, -1)[1] * y.chunk(2, -1)[1]  # (gradient * silu(gate)) * up
+            # (gradient * silu(gate)) * up
+            by_weight = dy.chunk(2, -1)[1] * y.chunk(2, -1)[1]
             dy.mul_(weights.to(y.dtype))
         else:
             with torch.enable_grad():

@@ -67,7 +67,8 @@ class MoELayer(nn.Module):
         rows = arriving()
         weights = weights_to_experts(routing.weights, dispatch)
         y = from_experts(self.experts(rows, weights, dispatch.counts), dispatch).view(shard.shape)
-        if self.balance.is_on and self.training:  # in both runs of a recomputed forward
+        # in both runs of a recomputed forward
+        if self.balance.is_on and self.training:
             y = self.balance.attach(y, routing, sequences=shard.shape[1])
         if self._cuts_tokens:
             y = gather_from_sequence_region(y, tp, to_tensor_region=False)[: x.shape[0]]

@@ -57,7 +57,8 @@ class Load:
         self.remembers, self.is_logged = remembers, False
         self._experts = experts
         self._counts = Counts([0] * experts)
-        self._version: int | None = None  # of the router's weight, when counting began
+        # of the router's weight, when counting began
+        self._version: int | None = None
         self._told = False
 
     def add(self, rows: Sequence[int], received: int, weight: Tensor) -> None:
@@ -112,7 +113,8 @@ class Loads:
     def __init__(self, ps: ParallelState) -> None:
         self.routers: list[Counted] = []
         self._ps = ps
-        self._last: list[Counts] = []  # of this rank, in the last step
+        # of this rank, in the last step
+        self._last: list[Counts] = []
 
     @classmethod
     def of(cls, build: Build) -> "Loads":

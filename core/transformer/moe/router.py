@@ -14,7 +14,8 @@ from core.tensor_parallel import sum_gradient
 from core.transformer.moe.load import Load, Loads
 from core.transformer.spec import Build
 
-_TINY = 1e-20  # beside a sum of sigmoids that is divided by, as DeepSeek-V3 and Megatron have it
+# beside a sum of sigmoids that is divided by, as DeepSeek-V3 and Megatron have it
+_TINY = 1e-20
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,8 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid")
 BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
-ExpertFacts = Any  # a TransformerConfig, whose file imports this one
+# a TransformerConfig, whose file imports this one
+ExpertFacts = Any
 
 
 def moe_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:

@@ -108,7 +108,8 @@ class BlendedMegatronDatasetBuilder:
                 datasets.append(None)
                 continue
             bounds: list[tuple[float, float] | None] = [None] * len(Split)
-            bounds[split.value] = (0.0, 1.0)  # each split has files of its own
+            # each split has files of its own
+            bounds[split.value] = (0.0, 1.0)
             datasets.append(self._blended(*blend, bounds, self.sizes)[split.value])
         return datasets
 

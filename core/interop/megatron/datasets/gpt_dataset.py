@@ -17,7 +17,8 @@ from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
 from core.interop.megatron.datasets.utils import Split, split_bounds
 
 _MOCK_DOCUMENTS, _MOCK_MAX_LENGTH = 100_000, 4096
-_NEARLY_FULL_EPOCH = 0.8  # from this part on the last epoch is shuffled with the others
+# from this part on the last epoch is shuffled with the others
+_NEARLY_FULL_EPOCH = 0.8
 
 
 @dataclass
@@ -228,7 +229,8 @@ def masks_and_positions(
     """
     s = tokens.numel()
     ends = tokens == eod
-    document = torch.cumsum(ends, 0) - ends.long()  # the end belongs to its document
+    # the end belongs to its document
+    document = torch.cumsum(ends, 0) - ends.long()
     positions, loss_mask = torch.arange(s), torch.ones(s)
     masks = {"loss_mask": loss_mask}
     if eod_mask_loss:

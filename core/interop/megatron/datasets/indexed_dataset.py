@@ -41,7 +41,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._starts = np.concatenate([[0], np.cumsum(self._file.sequence_lengths, dtype=np.int64)])
 
     def __reduce__(self) -> Any:
-        return type(self), (self.path_prefix,)  # a worker of a DataLoader maps the files itself
+        # a worker of a DataLoader maps the files itself
+        return type(self), (self.path_prefix,)
 
     def __len__(self) -> int:
         return self._file.num_sequences
@@ -99,7 +100,8 @@ class IndexedDatasetBuilder:
         if not bin_path.endswith(".bin"):
             raise ValueError(f"{bin_path!r} must end in .bin; use get_bin_path(prefix)")
         self._prefix = bin_path.removesuffix(".bin")
-        self._open_sequences = 0  # of the document that is being written
+        # of the document that is being written
+        self._open_sequences = 0
         largest = int(np.iinfo(np.dtype(dtype)).max)
         self._writer = TokenFileWriter(
             self._prefix, vocab_size=largest + 1, dtype=dtype

@@ -13,7 +13,8 @@ from core.parallel_state.layout import true_part
 from core.tensor_parallel import Placement
 
 InitMethod = Callable[[Tensor], Any]
-DEFAULT_STRIDE = ("stride", 1)  # one block of rows per rank, as our layouts have it
+# one block of rows per rank, as our layouts have it
+DEFAULT_STRIDE = ("stride", 1)
 
 
 def _placement(config: Any, tp_group: Any) -> Placement:
@@ -69,7 +70,8 @@ def _output_and_bias(
     bias = layer.bias
     if not layer.skip_bias_add or bias is None:
         return run(x), None
-    layer._parameters["bias"] = None  # so that the layer does not add it
+    # so that the layer does not add it
+    layer._parameters["bias"] = None
     try:
         return run(x), bias
     finally:

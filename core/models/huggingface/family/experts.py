@@ -14,7 +14,8 @@ class Mixtral(LlamaLike):
 
     def config(self, facts: Facts) -> dict[str, Any]:
         """The arguments of TransformerConfig."""
-        facts.get("router_aux_loss_coef")  # of a loss that is added with output_router_logits only
+        # of a loss that is added with output_router_logits only
+        facts.get("router_aux_loss_coef")
         return super().config(facts) | {
             "num_moe_experts": facts.get("num_local_experts", 8),
             "moe_router_topk": facts.get("num_experts_per_tok", 2),

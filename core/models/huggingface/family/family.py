@@ -12,7 +12,8 @@ from core.transformer.spec import TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
 
 Fields = dict[str, Any]  # of a `config.json`
-Rules = Iterator[tuple[bool, str]]  # (whether it holds, what is said where it does not)
+# (whether it holds, what is said where it does not)
+Rules = Iterator[tuple[bool, str]]
 
 # their names of activations -> ours; the first of several is the one that is written
 ACTIVATIONS = {

@@ -17,7 +17,8 @@ from core.models.huggingface.family.rope import (
 from core.transformer.transformer_config import RotaryConfig, TransformerConfig
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
-_BASES = {_GLOBAL: 1_000_000.0, _LOCAL: 10_000.0}  # where a configuration does not say
+# where a configuration does not say
+_BASES = {_GLOBAL: 1_000_000.0, _LOCAL: 10_000.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ class Gemma3(LlamaLike):
         """Where they are not said, every sixth layer is global, or as `sliding_window_pattern` says."""
         by_layer = facts.get("layer_types")
         pattern = facts.get("sliding_window_pattern", 6)
-        facts.get("_sliding_window_pattern")  # written beside layer_types, read by nobody
+        # written beside layer_types, read by nobody
+        facts.get("_sliding_window_pattern")
         if by_layer is not None:
             return list(by_layer)
         return [

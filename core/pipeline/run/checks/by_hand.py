@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.state import ParallelState
 
-READ_EVERY = 64  # steps between two looks at an accelerator's numbers: each look waits for it
+# steps between two looks at an accelerator's numbers: each look waits for it
+READ_EVERY = 64
 
 
 class StageArithmetic:
@@ -23,7 +24,8 @@ class StageArithmetic:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._parameters = [p for module in modules for p in module.parameters()]
-        self._reduced_ids: set[int] = set()  # of parameters whose gradients were reduced
+        # of parameters whose gradients were reduced
+        self._reduced_ids: set[int] = set()
         self._warned_of: set[str] = set()
         self._by_hand = ByHand(self._hear, gradients=True, numbers=True)
 

@@ -22,13 +22,16 @@ from core.pipeline.run.checks.by_hand import StageArithmetic, UpdateWatch
 
 SAMPLED_GRADIENTS = 4  # per rank, the smallest ones
 SAMPLED_ELEMENTS = 2  # of each, the largest ones
-UNIFORM = 1e-4  # relative: elements scaled by one factor differ by rounding only
-DIFFERENT = 0.01  # relative: ranks whose factors differ by more clipped by different norms
+# relative: elements scaled by one factor differ by rounding only
+UNIFORM = 1e-4
+# relative: ranks whose factors differ by more clipped by different norms
+DIFFERENT = 0.01
 
 
 def is_watched_step(steps: int) -> bool:
     """Steps 1, 2, 4, 8 ...: checks cost a collective, mistakes of a loop show early."""
-    return steps > 0 and not steps & (steps - 1)  # a power of two has one bit, which minus 1 clears
+    # a power of two has one bit, which minus 1 clears
+    return steps > 0 and not steps & (steps - 1)
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
@@ -86,7 +89,8 @@ class ScaleWatch:
         self._samples: list[SampledElements] = []
         # [1]: of this rank's gradients, NaN if they have not one factor
         self._factor: Tensor | None = None
-        weak_self = weakref.ref(self)  # torch's registry of hooks must not keep a pipeline alive
+        # torch's registry of hooks must not keep a pipeline alive
+        weak_self = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             watch = weak_self()
@@ -126,7 +130,8 @@ class ScaleWatch:
         if not factors:
             return
         all_factors = torch.cat(factors).double()
-        all_factors = all_factors[all_factors.isfinite()]  # a zero element has no factor
+        # a zero element has no factor
+        all_factors = all_factors[all_factors.isfinite()]
         if all_factors.numel():
             is_uniform = (all_factors - all_factors[0]).abs().max() <= UNIFORM * all_factors[
                 0
@@ -138,7 +143,8 @@ class ScaleWatch:
         if local_factor is None:
             local_factor = torch.full((1,), torch.nan, dtype=torch.float64)
         factors = all_gather(local_factor.to(self._ps.device), self._ps.world)
-        known = factors[factors.isfinite()]  # ranks without one factor sent NaN
+        # ranks without one factor sent NaN
+        known = factors[factors.isfinite()]
         if known.numel() and known.max() - known.min() > DIFFERENT * known.max():
             raise ValueError(
                 f"gradients were scaled by {known.min().item():.4g} on one rank and by {known.max().item():.4g} on "
@@ -179,7 +185,8 @@ class BatchWatch:
         self._group = ps.group("pp")
         self._steps = 0
         self._has_warned = False
-        self._fingerprints: dict[str, list[Any]] | None = None  # name -> dtype, shape, checksum
+        # name -> dtype, shape, checksum
+        self._fingerprints: dict[str, list[Any]] | None = None
 
     def before_step(self, batch: Any) -> None:
         """Remember a fingerprint of every tensor that this rank was given."""

@@ -23,7 +23,8 @@ from core.pipeline.run.checks.plain_loop import (
 )
 from core.pipeline.run.step import StepResult
 
-ROUNDING = 1.01  # a gradient that was divided by its tokens is not above 1 / tokens by more
+# a gradient that was divided by its tokens is not above 1 / tokens by more
+ROUNDING = 1.01
 
 
 class SumsWatch:
@@ -54,7 +55,8 @@ class SumsWatch:
             int, tuple[int, ...]
         ] = {}  # id of a parameter -> of its gradient, as the step left it
         self._samples: list[SampledElements] = []
-        weak_self = weakref.ref(self)  # torch's registry of hooks must not keep an executor alive
+        # torch's registry of hooks must not keep an executor alive
+        weak_self = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (watch := weak_self()) is not None and watch._result is not None:
@@ -129,7 +131,8 @@ class SumsWatch:
         if not factors:
             return False
         known = torch.cat(factors).double()
-        known = known[known.isfinite()]  # a zero element has no factor
+        # a zero element has no factor
+        known = known[known.isfinite()]
         if known.numel() < 2 or (known - known[0]).abs().max() > UNIFORM * known[0].abs():
             return False
         return bool(known[0] * result.num_tokens * self._divisor > ROUNDING)
@@ -137,7 +140,8 @@ class SumsWatch:
 
 def _state_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """What is another after a program has put a gradient in, or has written into it; () without one."""
-    with torch._C.DisableTorchFunctionSubclass():  # values of a DataParallel's are not asked for
+    # values of a DataParallel's are not asked for
+    with torch._C.DisableTorchFunctionSubclass():
         gradient = parameter.grad
         if gradient is None:
             return ()

@@ -44,7 +44,8 @@ class Form:
     @classmethod
     def of(cls, value: Any) -> tuple["Form", list[Tensor]]:
         """The form of any nesting of tensors and constants, and its tensors."""
-        if isinstance(value, Tensor):  # the common case, without pytree
+        # the common case, without pytree
+        if isinstance(value, Tensor):
             return cls(
                 _TENSOR_NESTING, (None,), ((tuple(value.shape), value.dtype, value.requires_grad),)
             ), [value]
@@ -129,7 +130,8 @@ def _form_from_skeleton(skeleton: Any, tensors: tuple) -> Form:
 def _are_equal(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
     try:
         return bool(first == second)
-    except (RuntimeError, TypeError, ValueError):  # arrays compare to arrays, not to a bool
+    except (RuntimeError, TypeError, ValueError):
+        # arrays compare to arrays, not to a bool
         return pickle.dumps(first) == pickle.dumps(second)
 
 
@@ -195,7 +197,8 @@ class Channel:
         self._prefetch_depth = prefetch_depth
         # the form of outputs and gradients, by (F or B, receiving stage); known after the first message of a step
         self.forms: dict[tuple[str, int], Form] = {}
-        self._inboxes: dict[Action, _Inbox] = {}  # by every action that it will receive
+        # by every action that it will receive
+        self._inboxes: dict[Action, _Inbox] = {}
         self._pending_sends: dict[Action, list[Sent]] = {}
         for peer, actions in plan.inbox.items():
             inbox = _Inbox(peer, groups[peer, -1], deque(actions), {})
@@ -229,7 +232,8 @@ class Channel:
 
     def _send_header(self, form: Form, group: Group, destination: int) -> list[Sent]:
         numbers, description = form.header()
-        rows = -1 if self._rows is None else self._rows  # -1: this rank was given no batch
+        # -1: this rank was given no batch
+        rows = -1 if self._rows is None else self._rows
         messages = [torch.tensor([*numbers, rows])]
         if description:
             messages.append(torch.frombuffer(bytearray(description), dtype=torch.uint8))
@@ -323,7 +327,8 @@ class Channel:
             if (action.kind[-1], action.stage) not in self.forms:
                 if action.kind == "RECV_F":
                     self._expect_header(inbox)
-                return  # waiting for the header here could deadlock: the peer may wait for us first
+                # waiting for the header here could deadlock: the peer may wait for us first
+                return
             self._post(inbox)
 
     def _wait_sent(self, action: Action, *, arrived: bool = False) -> None:

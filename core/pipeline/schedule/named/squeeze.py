@@ -22,9 +22,11 @@ POLICIES = (
     (Costs(I=1.1, W=0.9, comm=0.05), Policy(kinds="IFWR", pace=0.6, patience=0.5)),
     (Costs(I=1.2, W=0.8, comm=0.1), Policy(kinds="IFWR", pace=0.9)),
 )
-WEIGHT_PREFERENCE = 1e18  # W come after everything that the pattern names
+# W come after everything that the pattern names
+WEIGHT_PREFERENCE = 1e18
 MAX_ACTIONS = 100_000  # over all policies: about 1 s
-USUAL_COSTS = Costs(I=1.2, W=0.8, comm=0.1)  # as transformers on one node have them
+# as transformers on one node have them
+USUAL_COSTS = Costs(I=1.2, W=0.8, comm=0.1)
 NEARLY_BEST = 1.005
 
 
@@ -88,7 +90,8 @@ def squeeze(
         problem = SchedulingProblem(placement, count, costs.divided(chunks))
         attempts.append(_PatternScheduler(problem, limits, policy, pattern_unit).run())
 
-    scored = []  # (makespan for equal costs, for usual costs, orders)
+    # (makespan for equal costs, for usual costs, orders)
+    scored = []
     for orders in filter(None, attempts):
         equal_score = equal_problem.score(orders)
         usual_score = usual_problem.score(orders)

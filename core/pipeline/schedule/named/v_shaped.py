@@ -43,7 +43,8 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """ZB-V (2401.10241): no bubble once a rank has begun if F = I = W, with 1F1B's memory, even over the ranks."""
 
     def pattern(rank: int, count: int) -> str:
-        distance = ranks - rank  # to the turning point of the V, this rank included
+        # to the turning point of the V, this rank included
+        distance = ranks - rank
         # rounds of the steady phase until chunk 0 has no F left
         with_forward = count - 2 * ranks + 1 + rank
         without_forward = count - ranks - with_forward
@@ -72,7 +73,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """
 
     def pattern(rank: int, count: int) -> str:
-        distance = ranks - 1 - rank  # to the turning point of the V
+        # to the turning point of the V
+        distance = ranks - 1 - rank
         # Step 1: nF0
         order = "F0 " * (2 * distance)
         # Step 2: nF0F1
@@ -98,7 +100,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     return _from_patterns("dualpipe-v", ranks, microbatches, 2 * ranks, pattern)
 
 
-PERIOD = 6  # units after which the building block repeats: F, I, W of two chunks
+# units after which the building block repeats: F, I, W of two chunks
+PERIOD = 6
 # the way of a microbatch: forward down and up the V, backward down and up
 LEGS = ("F0", "F1", "I1", "I0")
 
@@ -111,7 +114,8 @@ def _first_units(
     first_units, begin = {}, 0
     for leg, offset, pause in zip(LEGS, offsets, (*pauses, 0), strict=True):
         goes_down = leg in ("F0", "I1")
-        distance = rank if goes_down else last - rank  # from the leg's first rank
+        # from the leg's first rank
+        distance = rank if goes_down else last - rank
         first_units[leg] = begin + offset * distance
         begin += offset * last + 1 + pause
     return first_units
@@ -134,7 +138,8 @@ def _repeat_building_block(
     two units after their I or later: they are to fill bubbles, not to cause them. Only a rank that holds
     `max_active` chunk activations must do a W before its next F.
     """
-    unit_of: dict[tuple[str, int, int], int] = {}  # of (kind, stage, microbatch)
+    # of (kind, stage, microbatch)
+    unit_of: dict[tuple[str, int, int], int] = {}
 
     def rank_order(rank: int) -> Iterator[Action]:
         stage_of_chunk = {"0": rank, "1": 2 * ranks - 1 - rank}

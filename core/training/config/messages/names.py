@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from core.training.config.fields import Field
 from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 
-_ALIKE = 0.7  # of difflib: "hiden_size" is like hidden_size, "new_field" like nothing
+# of difflib: "hiden_size" is like hidden_size, "new_field" like nothing
+_ALIKE = 0.7
 
 # words of `ParallelConfig` and of the layers' rules -> the field of a run that says the same
 _IN_A_RUN = (

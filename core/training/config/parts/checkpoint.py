@@ -7,10 +7,12 @@ from typing import Literal
 from core import dist_checkpointing
 from core.parallel_state.config import raise_all
 
-CHANGES = ("data", "batch", "optimizer", "model")  # of a run that continues
+# of a run that continues
+CHANGES = ("data", "batch", "optimizer", "model")
 
 
-METRICS = ("validation.bits_per_byte", "loss")  # stored with the checkpoints of a run
+# stored with the checkpoints of a run
+METRICS = ("validation.bits_per_byte", "loss")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,8 @@ class PipelineConfig:
         )
         raise_all("PipelineConfig", [rule])
         if not is_function_name(self.schedule):
-            self.placement(1)  # raises for an unknown schedule, or chunks that it does not have
+            # raises for an unknown schedule, or chunks that it does not have
+            self.placement(1)
         elif chunks is not None:
             raise ValueError(
                 f"PipelineConfig: chunks={chunks} is for named schedules; {self.schedule} places its stages itself"

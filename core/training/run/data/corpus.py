@@ -29,10 +29,12 @@ from core.pipeline.run.step import forward_arguments
 from core.training.config import DataConfig, TrainingConfig
 from core.training.log.validation import MAIN
 
-_SAMPLED_TOKENS = 1 << 18  # of each text, to estimate its bytes per token
+# of each text, to estimate its bytes per token
+_SAMPLED_TOKENS = 1 << 18
 _ALL_BATCHES = 1 << 62
 
-Part = tuple[float | None, TokenSource]  # weight in the blend (None: its number of tokens), text
+# weight in the blend (None: its number of tokens), text
+Part = tuple[float | None, TokenSource]
 
 
 class BatchSource(Protocol):
@@ -178,7 +180,8 @@ class Corpus:
             yield self.valid.answer_tokens(rows or None)
             return
         for _, source in self.valid_parts:
-            labels = source.num_tokens - 1  # the first token is no label
+            # the first token is no label
+            labels = source.num_tokens - 1
             # the last one may be short
             batches = min(remaining_batches, -(-labels // tokens_per_batch))
             yield source.tokens(0, min(source.num_tokens, batches * tokens_per_batch))

@@ -49,7 +49,8 @@ class EngineFace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.micro_steps = 0
-        self._boundary: bool | None = None  # set by the user, instead of counting
+        # set by the user, instead of counting
+        self._boundary: bool | None = None
         self._last_stats: StepStats | None = None
         self._in_backward = self._in_no_sync = False
 

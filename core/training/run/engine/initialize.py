@@ -106,7 +106,8 @@ def _joined(run: RunConfig, *, joins_world: bool) -> torch.device:
     if joins_world and is_initialized():
         atexit.register(destroy_world)
     same_on_all_ranks(run)
-    if run.training.deterministic:  # the loop is the program's: there is no end to undo it at
+    # the loop is the program's: there is no end to undo it at
+    if run.training.deterministic:
         use_deterministic()
     return device
 
@@ -202,7 +203,8 @@ def _stages(
     stages: dict[int, nn.Module] = {}
     modules = model if isinstance(model, Mapping) else {0: model}
     for index, module in modules.items():
-        if not isinstance(module, GPTModel):  # a GPTModel was built in its dtype, on its device
+        # a GPTModel was built in its dtype, on its device
+        if not isinstance(module, GPTModel):
             stages[index] = module.to(ps.device, dtype)
             continue
         if corpus is not None:

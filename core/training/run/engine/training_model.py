@@ -107,7 +107,8 @@ class TrainingModel(EngineFace):
         loss = loss_sum / torch.as_tensor(num_tokens, device=loss_sum.device).clamp(min=1)
         scale = self.optimizer.loss_scale
         if isinstance(scale, Tensor) and loss.requires_grad:
-            loss.register_hook(self._scale_gradient)  # the loss itself stays unscaled
+            # the loss itself stays unscaled
+            loss.register_hook(self._scale_gradient)
         return loss
 
     def _scale_gradient(self, gradient: Tensor) -> Tensor:
@@ -126,7 +127,8 @@ class TrainingModel(EngineFace):
         Collectives: those of the executor and of `optimizer.step`.
         Raises ValueError: rows that do not divide into the microbatches, a batch without what `loss_fn` needs.
         """
-        if not self._owns_signals:  # SIGTERM and Ctrl-C end this loop from its first step on
+        # SIGTERM and Ctrl-C end this loop from its first step on
+        if not self._owns_signals:
             self._owns_signals = True
             self.checkpoints.__enter__()
         # dropout seeds are a function of it, also after a resume
@@ -161,7 +163,8 @@ class TrainingModel(EngineFace):
 
         Raises ValueError: `optimizer.ema_decay` is 0.
         """
-        self.checkpoints.before_update()  # a save under way reads the weights
+        # a save under way reads the weights
+        self.checkpoints.before_update()
         return self.optimizer.averaged()
 
     def generate(
