@@ -27,7 +27,10 @@ class CompiledForward(LinearProxy):
         super().__init__(module)
         self._name, self._may_break = name, may_break
         # the class's function and not a bound method: modules of one class share their graphs
-        forward = type(module).forward if self.replaced is None else self.replaced
+        if self.replaced is None:
+            forward = type(module).forward
+        else:
+            forward = self.replaced
         self._arguments = (module,) if self.replaced is None else ()
         self._compiled = torch.compile(forward, backend=backend, fullgraph=not may_break)
 
@@ -117,7 +120,10 @@ def compile_layers(
         ) from None
     forwards = []
     for name, layer in layers.items():
-        breaks = type(layer).__module__.startswith("core.") if may_break is None else may_break
+        if may_break is None:
+            breaks = type(layer).__module__.startswith("core.")
+        else:
+            breaks = may_break
         forwards.append(CompiledForward(layer, name, backend=backend, may_break=breaks))
         forwards[-1].install()
         for parameter in layer.parameters():

@@ -110,7 +110,10 @@ class _DeferredLinear(torch.autograd.Function):
                     x = pending_x.wait()
                 elif comm.before_forward is not None:
                     x = comm.before_forward(x)
-                dw = weight_gradient(weight, x, gy) if past_autograd else product(weight, x, gy)
+                if past_autograd:
+                    dw = weight_gradient(weight, x, gy)
+                else:
+                    dw = product(weight, x, gy)
         if wants_db:
             bias = ctx.bias
             db = gy.reshape(-1, gy.shape[-1]).sum(0)
@@ -198,7 +201,9 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, parameter, bag = ctx.saved_tensors
-    dx = gy.matmul(matrix_of(weight).to(gy.dtype)) if ctx.needs_input_grad[0] else None
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = gy.matmul(matrix_of(weight).to(gy.dtype))
     if ctx.needs_input_grad[1]:
         torch.ops.paracore.defer(x, gy, weight, parameter, bag)
     db = None
@@ -238,7 +243,10 @@ def _compiled_linear(
     bag = stage.bag
     ticket = getattr(weight, "_deferral", None)
     # what the ticket knows is not asked of the tensor: a graph would be bound to the strides of its `main_grad`
-    has_owner = ticket.has_owner if ticket is not None else has_main_grad(weight)
+    if ticket is not None:
+        has_owner = ticket.has_owner
+    else:
+        has_owner = has_main_grad(weight)
     if bag is None and not has_owner:
         flat_bias = None if bias is None else bias.reshape(-1).to(x.dtype)
         return F.linear(x, matrix_of(weight).to(x.dtype), flat_bias)

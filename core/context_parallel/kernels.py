@@ -210,7 +210,9 @@ def kernel_of(
     k = random(2 if groups else 4)
     v = random(2 if groups else 4)
     grad = random(4)
-    bias = torch.zeros(1, 1, 32, 32, dtype=dtype, device=device) if biased else None
+    bias = None
+    if biased:
+        bias = torch.zeros(1, 1, 32, 32, dtype=dtype, device=device)
     if bias is not None:
         bias[..., 16:] = -torch.inf
     expected = _both(PLAIN, q, k, v, grad, bias)

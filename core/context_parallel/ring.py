@@ -75,7 +75,10 @@ def backward(
         if block is not rows.others[-1]:
             passed = Passed(held, ring)
         dk, dv = gradients.add(block, held[0], held[1])
-        sums = travelling.wait() if travelling is not None else torch.zeros_like(held)
+        if travelling is not None:
+            sums = travelling.wait()
+        else:
+            sums = torch.zeros_like(held)
         keys = slice(block.keys.start, block.keys.stop)
         sums[0][:, :, keys] += dk
         sums[1][:, :, keys] += dv

@@ -189,7 +189,9 @@ class _Sums(Follower):
         """Where a gradient comes back through it: nothing is said of what is only looked at."""
         if finding.kind not in ("reduction", "cut"):
             return
-        does = "takes rows by number" if finding.kind == "cut" else "works across rows"
+        does = "works across rows"
+        if finding.kind == "cut":
+            does = "takes rows by number"
         what = f"{finding.name} of {list(finding.shape)} {does}, which are this context rank's, not all of a sequence"
         if finding.name == "setitem":
             self._owner.tell(what)
@@ -255,7 +257,9 @@ class _Sums(Follower):
         if not used:
             return
         sizes = gathered[used, 0]
-        tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2
+        tolerance = 1e-2
+        if gradient.dtype in (torch.float32, torch.float64):
+            tolerance = 1e-6
         off = (gathered[used] - gathered[used[0]]).abs().amax(1)
         if off.max() > tolerance * sizes.max():
             first = group.ranks[used[0]]

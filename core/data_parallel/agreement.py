@@ -125,7 +125,10 @@ class Agreement:
             if not bool(differs.any()):
                 return
         # who does something else at all is told first
-        which = len(_HOLDERS) - 1 if bool(differs[-1].any()) else int(differs.any(1).nonzero()[0])
+        if bool(differs[-1].any()):
+            which = len(_HOLDERS) - 1
+        else:
+            which = int(differs.any(1).nonzero()[0])
         rank = int(differs[which].nonzero()[0])
         ranks = range(len(rows)) if first is self._first else self._group.ranks  # type: ignore[union-attr]
         text = _MESSAGES[which].format(
@@ -135,7 +138,10 @@ class Agreement:
 
     def _compare_weights(self, first: Tensor) -> Tensor:
         """Look at all weights: which ranks' differ, [2, ranks]."""
-        group = self._ps.world if first.shape[1] == self._first.shape[1] else self._group
+        if first.shape[1] == self._first.shape[1]:
+            group = self._ps.world
+        else:
+            group = self._group
         numbers = all_gather(self.weights(look=True), group).view(-1, 2).t()
         return numbers != numbers.gather(1, first[_WEIGHTS])
 

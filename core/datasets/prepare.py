@@ -155,7 +155,10 @@ def _prepared(options: argparse.Namespace, text: TextFiles) -> CorpusFiles:
     tokenizer = _tokenizer(options, text)
     with progress("tokenising", text.num_bytes) as advance:
         if chats:
-            folder = None if options.tokenizer is None else Path(options.tokenizer).parent
+            if options.tokenizer is None:
+                folder = None
+            else:
+                folder = Path(options.tokenizer).parent
             return prepare_conversations(
                 text, options.output, tokenizer, template_folder=folder, advance=advance
             )

@@ -109,13 +109,17 @@ class TokenFile:
 
     def _check_lengths(self) -> None:
         """Both ends of every table must meet; the middle is checked where it is read, see `document`."""
-        span = (int(self._indices[0]), int(self._indices[-1])) if self._indices.size else None
+        span = None
+        if self._indices.size:
+            span = (int(self._indices[0]), int(self._indices[-1]))
         if span != (0, self._lengths.size):
             raise ValueError(
                 f"{self._idx_path}: documents span sequences {span}, the file has 0 to "
                 f"{self._lengths.size}; {_REMEDY}"
             )
-        expected = self._end(self._lengths.size - 1) if self._lengths.size else 0
+        expected = 0
+        if self._lengths.size:
+            expected = self._end(self._lengths.size - 1)
         size = self._bin_path.stat().st_size
         if size != expected:
             raise ValueError(

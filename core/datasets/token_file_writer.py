@@ -237,7 +237,10 @@ class TokenFileWriter:
 
     def _write_index(self, path: Path) -> str:
         """The `.idx`, a block of a table at a time; returns the hash of its bytes."""
-        lengths = np.frombuffer(self._lengths, "i4") if self._lengths else np.zeros(0, "i4")
+        if self._lengths:
+            lengths = np.frombuffer(self._lengths, "i4")
+        else:
+            lengths = np.zeros(0, "i4")
         count, digest = lengths.size, hashlib.sha256()
         with path.open("wb") as file:
 

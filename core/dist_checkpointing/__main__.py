@@ -84,7 +84,9 @@ def _verify(options: argparse.Namespace) -> int:
         return 1
     files = read_manifest(directory).files
     size = size_text(sum(size for size, _ in files.values()))
-    verdict = "their sizes and digests are right" if options.fast else "every byte is right"
+    verdict = "every byte is right"
+    if options.fast:
+        verdict = "their sizes and digests are right"
     if options.key:
         verdict += f", signed by {options.key}"
     say(f"{directory.url}: {len(files)} files, {size}, {verdict}, {seconds:.1f} s")
@@ -171,7 +173,9 @@ def _average(options: argparse.Namespace) -> int:
     nbytes = averaged_bytes(stored)
     with progress("averaging", nbytes) as done:
         copied = write_averaged(stored, options.destination, done)
-    as_they_are = f"; as they are, for they were not trained: {', '.join(copied)}" if copied else ""
+    as_they_are = ""
+    if copied:
+        as_they_are = f"; as they are, for they were not trained: {', '.join(copied)}"
     say(
         f"{options.destination}: the averaged weights, {_size_and_time(nbytes, begin)}, verified{as_they_are}"
     )

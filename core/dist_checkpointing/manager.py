@@ -1,7 +1,6 @@
 """The checkpoints of a training run: steps in one directory, saved beside the training, found after anything."""
 
 import contextlib
-import os
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -27,8 +26,12 @@ from core.dist_checkpointing.publish.lock import Lock
 from core.dist_checkpointing.publish.retention import Retention, checked_metrics
 from core.dist_checkpointing.reading.loading import load
 from core.dist_checkpointing.reading.newest import load_newest
-from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
-from core.dist_checkpointing.writing.async_save import BackgroundCall, SaveStats, WriterProgram
+from core.dist_checkpointing.writing.async_save import (
+    BackgroundCall,
+    SaveStats,
+    WriterProgram,
+    log_file,
+)
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.saving import Saver
 from core.dist_checkpointing.writing.slab import aligned
@@ -389,13 +392,3 @@ class CheckpointManager:
         except (OSError, ValueError) as error:
             kind = DamagedCheckpoint if step in self.steps() else FileNotFoundError
             raise kind(str(error)) from error
-
-
-def log_file(root: str, rank: int) -> str | None:
-    """The log file of a rank's writer program; None beside an object store."""
-    directory = CheckpointRoot(root).files
-    if not isinstance(directory, PosixCheckpointDir):
-        return None
-    folder = os.path.join(directory.path, ".logs")
-    os.makedirs(folder, exist_ok=True)
-    return os.path.join(folder, f"writer-{rank:05d}.log")

@@ -168,7 +168,10 @@ class GradScaler(torch.amp.GradScaler):
     def _check_scale_growth_tracker(self, funcname: str) -> Any:
         """In a pipeline the last stage alone has called `scale`; the others unscale and step as well."""
         if self._scale is None:
-            ps = self._parallel if self._parallel is not None else current_state()
+            if self._parallel is not None:
+                ps = self._parallel
+            else:
+                ps = current_state()
             self._lazy_init_scale_growth_tracker(ps.device)
         return super()._check_scale_growth_tracker(funcname)
 
@@ -180,7 +183,10 @@ class GradScaler(torch.amp.GradScaler):
             # gradients in buckets: found_inf is of all ranks already
             return super()._unscale_grads_(optimizer, *args)
         found_inf: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args)
-        ps = self._parallel if self._parallel is not None else current_state()
+        if self._parallel is not None:
+            ps = self._parallel
+        else:
+            ps = current_state()
         flag = torch.zeros(1, dtype=torch.float32, device=ps.device)
         for device_flag in found_inf.values():
             flag = torch.maximum(flag, device_flag.to(ps.device).reshape(1))

@@ -163,7 +163,9 @@ def _output_layer(shard: DataParallel, candidates: dict[str, Parameter]) -> set[
         for module in stage.modules():
             # transformers' models have it
             get_output_embeddings = getattr(module, "get_output_embeddings", None)
-            head = get_output_embeddings() if callable(get_output_embeddings) else None
+            head = None
+            if callable(get_output_embeddings):
+                head = get_output_embeddings()
             if head is not None:
                 stated_ids.update(id(parameter) for parameter in head.parameters())
     outputs = {

@@ -93,7 +93,8 @@ class SavedStates(Averages, TorchFace):
 
     def _counts(self, behind: Mapping[str, int] | None = None) -> dict[str, Any]:
         steps: Any = self.step_count
-        behind = self._reached.behind if behind is None else behind
+        if behind is None:
+            behind = self._reached.behind
         if (groups := self._groups.changed()) or behind:
             steps = {"steps": steps, "behind": behind, "groups": groups}
         counts = {"step_count": steps, "skipped_steps": self.skipped_steps}
@@ -135,7 +136,10 @@ class SavedStates(Averages, TorchFace):
         self.shard.publish()
 
     def _resume(self, step_count: Any, skipped_steps: int) -> None:
-        counts = step_count if isinstance(step_count, Mapping) else {"steps": step_count}
+        if isinstance(step_count, Mapping):
+            counts = step_count
+        else:
+            counts = {"steps": step_count}
         self.step_count = int(counts["steps"])
         self._reached.load(counts.get("behind", {}))
         for state_buffer in self._state_buffers:

@@ -133,7 +133,9 @@ class TorchFace(torch.optim.Optimizer):
         for name, kinds in state["states"].items():
             local_kinds = local_shards.get(name, {})
             for kind, (_, interval) in kinds.items():
-                local_interval = local_kinds[kind].interval if kind in local_kinds else None
+                local_interval = None
+                if kind in local_kinds:
+                    local_interval = local_kinds[kind].interval
                 if local_interval != interval:
                     raise ValueError(
                         f"load_state_dict: {kind} of {name} holds elements {interval}, this rank holds "

@@ -137,12 +137,17 @@ class ParallelConfig:
     def _world_rules(self, world: int) -> Iterator[tuple[bool, str]]:
         ranks = self.model_ranks
         next_smaller = world // ranks * ranks
-        nearest = f"{next_smaller} or {next_smaller + ranks}" if next_smaller else f"{ranks}"
+        if next_smaller:
+            nearest = f"{next_smaller} or {next_smaller + ranks}"
+        else:
+            nearest = f"{ranks}"
         if world % (self.pipeline * self.context) == 0:
             others = world // self.pipeline // self.context
         else:
             others = 0
-        remedy = f"; with {world} ranks tensor may be {_listed(divisors(others))}" if others else ""
+        remedy = ""
+        if others:
+            remedy = f"; with {world} ranks tensor may be {_listed(divisors(others))}"
         yield (
             world % ranks == 0,
             f"world size {world} is not a multiple of tensor({self.tensor}) x pipeline({self.pipeline}) x "

@@ -45,7 +45,10 @@ def initialize_model_parallel(
         raise ValueError(
             "the model parallel state is already initialized; call destroy_model_parallel() first"
         )
-    timeout_s = None if distributed_timeout_minutes is None else 60 * distributed_timeout_minutes
+    if distributed_timeout_minutes is None:
+        timeout_s = None
+    else:
+        timeout_s = 60 * distributed_timeout_minutes
     _current = ParallelState.build(config, device=device, timeout_s=timeout_s, debug=debug)
     return _current
 

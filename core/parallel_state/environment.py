@@ -22,15 +22,18 @@ def local_device(kind: str | None = None, *, shared: bool = False) -> torch.devi
     then made the current one. shared: more processes than devices take them in turn (gloo's staged path).
     Raises ValueError: an accelerator that this machine lacks, a local rank beyond its devices.
     """
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = None
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
     available = accelerator.type if accelerator is not None else "none"
     if kind is not None and kind.partition(":")[0] not in ("cpu", "meta", available):
         raise ValueError(
             f"device {kind!r} asked for, but this machine's accelerator is: {available}; use device='cpu'"
         )
-    requested = torch.device(kind) if kind is not None else accelerator or torch.device("cpu")
+    if kind is not None:
+        requested = torch.device(kind)
+    else:
+        requested = accelerator or torch.device("cpu")
     if requested.type in ("cpu", "meta"):
         return torch.device(requested.type)
     index = requested.index
@@ -161,9 +164,10 @@ def expect_world(world_size: int) -> None:
 
 def check_backend(backend: str | None) -> None:
     """Raise ValueError for a backend, or one in "cpu:gloo,cuda:nccl", that this torch was built without."""
-    names = (
-        [] if backend is None else [part.rpartition(":")[2] for part in backend.lower().split(",")]
-    )
+    if backend is None:
+        names = []
+    else:
+        names = [part.rpartition(":")[2] for part in backend.lower().split(",")]
     available = pg.available_backends()
     missing = [name for name in names if name in pg.BUILT_IN and name not in available]
     if missing:

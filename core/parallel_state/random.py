@@ -50,7 +50,10 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type in ("cpu", "meta"):  # nothing is drawn on meta
         return torch.default_generator
     module = torch.get_device_module(device)
-    index = device.index if device.index is not None else module.current_device()
+    if device.index is not None:
+        index = device.index
+    else:
+        index = module.current_device()
     if not module.default_generators:
         module.init()
     return module.default_generators[index]

@@ -66,7 +66,8 @@ class ParallelState:
         served = pg.backends() if pg.is_initialized() else {}
         this_device = checked_device(device, served)
         grid = Grid(config)
-        timeout_s = timeout_s if timeout_s is not None else pg.world_timeout_s()
+        if timeout_s is None:
+            timeout_s = pg.world_timeout_s()
         world = pg.world_group(timeout_s, checked=debug)
         # Groups of equal ranks share one process group. All ranks create theirs in one order: another order would
         # deadlock in the rendezvous.

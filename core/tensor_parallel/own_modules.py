@@ -72,7 +72,10 @@ class OwnModules:
     def _look(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the forward of any module."""
         self._calls += 1
-        inside = [m for m in module.modules() if m in self._waiting] if self._waiting else []
+        if self._waiting:
+            inside = [m for m in module.modules() if m in self._waiting]
+        else:
+            inside = []
         for layer in inside:
             self._waiting.discard(layer)
         if not self._waiting or self._calls > _MODULE_CALLS:

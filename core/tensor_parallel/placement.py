@@ -52,12 +52,13 @@ class Placement:
 
         dtype: torch's default dtype where it is not given.
         """
-        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype is None:
+            dtype = torch.get_default_dtype()
         group = ps.group("tp")
         splits_sequence = ps.config.sequence_parallel
-        own_modules = (
-            OwnModules(group, splits_sequence=splits_sequence) if group is not None else None
-        )
+        own_modules = None
+        if group is not None:
+            own_modules = OwnModules(group, splits_sequence=splits_sequence)
         return cls(
             group, splits_sequence, dtype, building_device(ps.device), own_modules=own_modules
         )

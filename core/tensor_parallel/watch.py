@@ -128,7 +128,10 @@ class SplitWatch:
         # only the first update is waited for
         if self._forwards == 1 or updated:
             probe = next((p for p in module.parameters() if p.requires_grad), None)
-            self._probe = (probe, probe._version) if probe is not None and not updated else None
+            if probe is not None and not updated:
+                self._probe = (probe, probe._version)
+            else:
+                self._probe = None
         keep_layouts(module)
         if self._sums_foreign:
             sum_gradients_of_foreign(module, self._group)

@@ -85,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ps = ParallelState.build(run.parallel, device=device)
         corpus = open_corpus(run.data, run.training, ps)
         _refuse_other_tokenizer(trained, corpus)
-        corpus = corpus.shortened(options.max_tokens) if options.max_tokens else corpus
+        if options.max_tokens:
+            corpus = corpus.shortened(options.max_tokens)
         if not corpus.validation_texts:
             raise ValueError("the run has 0 validation texts; give --data PREFIX")
         stages = trained.load(run, corpus.tokenizer.vocab_size, ps)
@@ -110,7 +111,9 @@ def _texts(
     first, *others = prefixes
     sets = {f"text{number}": prefix for number, prefix in enumerate(others, 2)}
     # the tokenizer is the one beside the first text, or of text that is to be prepared the run's
-    tokenizer = _tokenizer_of_run(trained) if any(map(is_text, prefixes)) else None
+    tokenizer = None
+    if any(map(is_text, prefixes)):
+        tokenizer = _tokenizer_of_run(trained)
     settings = {
         "data.train": [first],
         "data.valid": [first],

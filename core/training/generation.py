@@ -200,9 +200,9 @@ class _Batch:
         # a text is preceded by its padding and ends at its own length
         positions = max(text.length + self._width - len(text.tokens) for text in texts)
         columns = torch.arange(positions, device=self._device)
-        padding = (
-            columns < self._fill[:, None] if len(texts) > 1 and bool(self._fill.any()) else None
-        )
+        padding = None
+        if len(texts) > 1 and bool(self._fill.any()):
+            padding = columns < self._fill[:, None]
         self._cache = KVCache(len(columns), padding)
         # the same on all ranks: a stage without layers keeps no keys
         self._cached_tokens = 0
@@ -214,8 +214,14 @@ class _Batch:
         logits, model = self._forward(), self._model
         chosen = torch.zeros(len(self._texts), dtype=torch.int64, device=self._device)
         if logits is not None:
-            full_logits = model.gather_logits(logits) if model.parallel_output else logits
-            last = -1 if self._cached_modules else len(self._texts[0].tokens) - 1
+            if model.parallel_output:
+                full_logits = model.gather_logits(logits)
+            else:
+                full_logits = logits
+            if self._cached_modules:
+                last = -1
+            else:
+                last = len(self._texts[0].tokens) - 1
             for row, text in enumerate(self._texts):
                 if not text.is_complete:
                     chosen[row] = text.choose(full_logits[row, last])
@@ -248,7 +254,10 @@ class _Batch:
 
     def _forward(self) -> Tensor | None:
         """Logits [b, s or 1, v_padded/tp], None on ranks without the last stage."""
-        batch = self._new_tokens() if self._cached_modules else self._full_prefix()
+        if self._cached_modules:
+            batch = self._new_tokens()
+        else:
+            batch = self._full_prefix()
         if self._executor is None:
             logits: Tensor | None = self._model(**batch)
         else:  # one microbatch: several would share one cache

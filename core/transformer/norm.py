@@ -191,7 +191,10 @@ class AllHeadsRMSNorm(SpreadModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, a/tp, s, d] -> [b, a/tp, s, d]."""
-        scale = 1 + _to_float32(self.weight) if self.zero_centered else self.weight
+        if self.zero_centered:
+            scale = 1 + _to_float32(self.weight)
+        else:
+            scale = self.weight
         return _all_heads_rms_norm(
             x, self.group, scale.view(-1, 1, self.head_size), self.size, self.eps
         )

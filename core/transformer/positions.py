@@ -70,7 +70,8 @@ class Rotary(nn.Module):
     ) -> None:
         super().__init__()
         config = build.config
-        rotary = rotary if rotary is not None else config.rotary
+        if rotary is None:
+            rotary = config.rotary
         width = int(config.head_size * rotary.percent)
         if width % 2 or width == 0:
             raise ValueError(

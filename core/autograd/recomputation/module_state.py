@@ -229,11 +229,10 @@ class ModuleState:
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
     """The CPU's, and the device's own."""
-    device_state = (
-        None
-        if device.type in ("cpu", "meta")
-        else torch.get_device_module(device).get_rng_state(device)
-    )
+    if device.type in ("cpu", "meta"):
+        device_state = None
+    else:
+        device_state = torch.get_device_module(device).get_rng_state(device)
     return torch.get_rng_state(), device_state
 
 

@@ -79,7 +79,10 @@ class Notes:
         if activation and not self.keeps_activations:
             return make()
         if self._next is None:
-            made = make() if self._outer is None else self._outer.take(make, activation=activation)
+            if self._outer is None:
+                made = make()
+            else:
+                made = self._outer.take(make, activation=activation)
             # aliases without a graph: a noted tensor must not keep alive what it was computed from
             aliases = tuple(
                 value.detach() if isinstance(value, Tensor) else value for value in made

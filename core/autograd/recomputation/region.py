@@ -143,7 +143,9 @@ def _run_with_graph(
     """The region as torch's checkpoint; its first run is watched for leaked tensors. Not inside compiled code,
     which cannot trace this checkpoint."""
     history = region.history
-    watch = LeakWatch() if history.leaks_tensors is None and not history.state.compiled else None
+    watch = None
+    if history.leaks_tensors is None and not history.state.compiled:
+        watch = LeakWatch()
     region.state_before = history.state.before()
     # regions inside are part of it
     token = recomputed_region.set(region)

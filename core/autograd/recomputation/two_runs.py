@@ -170,7 +170,9 @@ class Region:
         if self.draws or self.seed != torch.default_generator.initial_seed():
             present_random = random_state(self.device)
             set_random_state(self.device, self.random)
-        present_stage = self.stage.snapshot() if self.stage is not None else None
+        present_stage = None
+        if self.stage is not None:
+            present_stage = self.stage.snapshot()
         if self.stage is not None:
             self.stage.restore(self.snapshot)  # type: ignore[arg-type]
         bag = self.stage.bag if self.stage is not None else None

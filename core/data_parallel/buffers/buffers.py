@@ -69,13 +69,22 @@ class Buffer(Weights):
         self.ranks: Group | None = ps.group("shard" if is_dense else bucket.group)
         self.copies: Group | None = ps.group("replicate") if is_dense else None
         # over one rank there is nothing to divide
-        self.stage = zero_stage if self.ranks is not None else min(zero_stage, 1)
+        if self.ranks is not None:
+            self.stage = zero_stage
+        else:
+            self.stage = min(zero_stage, 1)
         self.shard_interval = (0, bucket.size)
         if self.ranks is not None:
             self.shard_interval = bucket.cut(self.ranks.size, self.ranks.rank)
-        self.updated_interval = self.shard_interval if self.stage else (0, bucket.size)
+        if self.stage:
+            self.updated_interval = self.shard_interval
+        else:
+            self.updated_interval = (0, bucket.size)
         self.dtype = self.parameters[0].dtype
-        self.grad_dtype = grad_dtype if grad_dtype is not None else wide(self.dtype)
+        if grad_dtype is not None:
+            self.grad_dtype = grad_dtype
+        else:
+            self.grad_dtype = wide(self.dtype)
         narrower = reduce_dtype is not None and reduce_dtype.itemsize < self.grad_dtype.itemsize
         self._reduce_dtype = reduce_dtype if narrower else None
         self._gathering: PendingCollective | None = None

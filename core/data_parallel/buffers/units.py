@@ -235,7 +235,10 @@ def make_units(
     root = Unit(stage.module)
     for buffer in buffers:
         in_one_unit = all(parameter in stage.names for parameter in buffer.parameters)
-        unit = layers[buffer.bucket.unit] if in_one_unit and buffer.bucket.unit else root
+        if in_one_unit and buffer.bucket.unit:
+            unit = layers[buffer.bucket.unit]
+        else:
+            unit = root
         unit.add_buffer(buffer)
     return StageUnits(
         root,

@@ -47,7 +47,10 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
     local_sizes = {slot.name: slot.stop - slot.start for bucket in table for slot in bucket.slots}
     digest = blake2b(repr(list(local_sizes.items())).encode(), digest_size=16).hexdigest()
     hashes = all_gather_objects(digest, group)
-    everyone = all_gather_objects(local_sizes, group) if len(set(hashes)) > 1 else [local_sizes]
+    if len(set(hashes)) > 1:
+        everyone = all_gather_objects(local_sizes, group)
+    else:
+        everyone = [local_sizes]
     first, *others = everyone
     for rank, sizes in enumerate(others, 1):
         if list(sizes.items()) != list(first.items()):

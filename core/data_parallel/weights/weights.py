@@ -102,7 +102,10 @@ class Weights:
         # whether `take_weights` found anything that the program wrote since the last step
         self.written = False
         if self.stage == 3:
-            self.weights = torch.zeros_like(self.weights) if on_meta else self.weights.clone()
+            if on_meta:
+                self.weights = torch.zeros_like(self.weights)
+            else:
+                self.weights = self.weights.clone()
             for parameter in self.parameters:
                 parameter.bucket = self  # type: ignore[attr-defined]
             self._set_data(self._full_weights)
@@ -172,7 +175,10 @@ class Weights:
             self.gathered = True
             self.data_was_read = False
             for parameter, kind in zip(self.parameters, self._classes, strict=True):
-                parameter.__class__ = GatheredParameter if kind is Parameter else kind
+                if kind is Parameter:
+                    parameter.__class__ = GatheredParameter
+                else:
+                    parameter.__class__ = kind
             self._set_data(self._full_weights)
             self._set_versions(self.updates)
 

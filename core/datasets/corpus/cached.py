@@ -59,7 +59,10 @@ def prepared_text(
     waited = 0.0
     while not _is_ready(prefix):
         if not writes:
-            waited = 0.0 if is_locked(_lock_name(prefix)) else waited + _POLL_S
+            if is_locked(_lock_name(prefix)):
+                waited = 0.0
+            else:
+                waited = waited + _POLL_S
             if waited > _PATIENCE_S:
                 raise ValueError(
                     f"the first process of this machine prepares {prefix}, and this one has waited {waited:.0f} s in "
@@ -87,7 +90,10 @@ def _is_ready(prefix: Path) -> bool:
 
 def _key(text: TextFiles, tokenizer: str | Path | None, vocab_size: int, chats: bool) -> str:
     """Of everything that the token file depends on."""
-    identity = f"learned {vocab_size}" if tokenizer is None else load_tokenizer(tokenizer).identity
+    if tokenizer is None:
+        identity = f"learned {vocab_size}"
+    else:
+        identity = load_tokenizer(tokenizer).identity
     files = [(source.name, source.size, source.path.stat().st_mtime_ns) for source in text.sources]
     content = [_FORMAT, str(Path(text.inputs[0]).resolve()), text.documents, chats, identity, files]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
@@ -113,7 +119,10 @@ def _prepare(
             folder = Path(tokenizer_file).parent
             tokenizer = load_tokenizer(tokenizer_file)
         else:
-            tokenizer = ByteTokenizer() if chats else _learned(text, vocab_size, say)
+            if chats:
+                tokenizer = ByteTokenizer()
+            else:
+                tokenizer = _learned(text, vocab_size, say)
         with progress("tokenising", text.num_bytes) as advance:
             if chats:
                 corpus = prepare_conversations(

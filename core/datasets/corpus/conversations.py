@@ -138,9 +138,9 @@ class ConversationEncoder:
         if isinstance(row, dict) and "messages" in row:
             return self._closed(self._chat(row["messages"], row.get("tools")))
         prompt = row.get("prompt") if isinstance(row, dict) else None
-        answer = (
-            next((row[key] for key in ANSWERS if key in row), None) if prompt is not None else None
-        )
+        answer = None
+        if prompt is not None:
+            answer = next((row[key] for key in ANSWERS if key in row), None)
         if isinstance(prompt, list) and isinstance(answer, list):
             return self._closed(self._chat([*prompt, *answer], row.get("tools")))
         if not isinstance(prompt, str) or not isinstance(answer, str):

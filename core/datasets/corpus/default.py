@@ -73,7 +73,8 @@ def prepare_default_corpus(
     Raises `ValueError` if either side of the split is empty or `vocab_size` too small.
     """
     directory = Path(directory)
-    sources = standard_library() if sources is None else sources
+    if sources is None:
+        sources = standard_library()
     sides = split_by_hash(sources.names, valid_fraction)
     if not all(sides):
         raise ValueError(

@@ -57,7 +57,10 @@ def find_sources(
     # sorted by the hash of the name, then by the input: equal names in two inputs stay in the order of the inputs
     hashed_sources: list[tuple[bytes, int, TextSource]] = []
     for number, path in enumerate(map(Path, inputs)):
-        sources = search.below(path) if path.is_dir() else search.file(path, path.name, named=True)
+        if path.is_dir():
+            sources = search.below(path)
+        else:
+            sources = search.file(path, path.name, named=True)
         for source in sources:
             name_hash = hashlib.sha256(os.fsencode(source.name)).digest()
             hashed_sources.append((name_hash, number, source))

@@ -58,7 +58,8 @@ def standard_library(root: Path | None = None) -> SourceFiles:
 
     `root` replaces the library's directory. Raises `ValueError` if it holds no Python file.
     """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    if root is None:
+        root = Path(sysconfig.get_path("stdlib"))
     names = []
     for directory, subdirectories, files in os.walk(root):
         # pruned: site-packages can be huge

@@ -84,7 +84,10 @@ def tokenizer_of(file: TokenFile) -> AnyTokenizer:
     """
     path = tokenizer_path(file.prefix)
     end_of_text = None if file.card is None else file.card.end_of_text
-    tokenizer = load_tokenizer(path, end_of_text) if path.is_file() else ByteTokenizer()
+    if path.is_file():
+        tokenizer = load_tokenizer(path, end_of_text)
+    else:
+        tokenizer = ByteTokenizer()
     check_tokenizer(file, tokenizer)
     return tokenizer
 

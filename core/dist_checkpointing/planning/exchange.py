@@ -215,7 +215,10 @@ def shards_as_bits(arrays: Arrays, shards: ShardsByKey) -> dict[str, list[ShardB
                     f"{info.dtype} {extent(shard.box)}"
                 )
             bits = shard.data.detach().view(BITS[shard.data.element_size()])
-            array = None if reading_waits(bits.device) else _as_stored(bits, info)
+            if reading_waits(bits.device):
+                array = None
+            else:
+                array = _as_stored(bits, info)
             bits_by_key[key].append(ShardBits(shard.box, bits, array))
     return bits_by_key
 

@@ -38,7 +38,10 @@ class RenameCommit:
 
     def prepare(self, folder: str = "") -> None:
         """Makes the directory, or one in it, durably: what is in it would be lost with it after a power failure."""
-        path = os.path.join(self.files.path, folder) if folder else self.files.path
+        if folder:
+            path = os.path.join(self.files.path, folder)
+        else:
+            path = self.files.path
         new_folders = self._fs.makedirs(path)
         self._fs.sync_all(os.path.dirname(new_folder) for new_folder in new_folders)
 

@@ -65,7 +65,10 @@ class DirectReader:
     ) -> None:
         self._directory, self._files = directory, files
         self._chunks = {key: Chunking.from_metadata(node) for key, node in metadata.items()}
-        threads = THREADS if isinstance(directory, PosixCheckpointDir) else REQUESTS
+        if isinstance(directory, PosixCheckpointDir):
+            threads = THREADS
+        else:
+            threads = REQUESTS
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read")
         self._running: list[Future[None]] = []
         self._per_thread = threading.local()
@@ -227,7 +230,10 @@ class _CellFile:
     def __init__(self, file: _File, chunks: Chunking) -> None:
         self._file, self._chunks, self.size = file, chunks, file.size
         self._index = b""
-        self._offsets = {0: 0} if chunks.inner is None else self._read_index()
+        if chunks.inner is None:
+            self._offsets = {0: 0}
+        else:
+            self._offsets = self._read_index()
         # offset of an inner chunk that was read -> its checksum
         self._crcs: dict[int, bytes] = {}
 

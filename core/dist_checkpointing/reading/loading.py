@@ -90,7 +90,8 @@ def load(
             f"strict={strict!r} is unknown: True refuses what does not fit, 'report' tells it beside the state, "
             "False ignores it (Megatron's assume_ok_unexpected, return_all, ignore_all)"
         )
-    ps = ps if ps is not None else default_state()
+    if ps is None:
+        ps = default_state()
     key_mapping = KeyMapping(mapping, cast=cast)
 
     this_load = _open_on_all(sharded_state_dict, checkpoint_dir, key_mapping, ps, verify=verify)

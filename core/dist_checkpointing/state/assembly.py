@@ -128,7 +128,10 @@ def assemble(source: TensorSource, stored: StoredCheckpoint) -> Assembly:
         raise MissingArray(f"{source.key} is not in the checkpoint")
     shape = stored.shape(stored_path)
     try:
-        view = shape if source.shape is None else resolved_shape(tuple(source.shape), shape)
+        if source.shape is None:
+            view = shape
+        else:
+            view = resolved_shape(tuple(source.shape), shape)
         dims = tuple(index_dims(source.index, view))
         if any(start >= stop for start, stop, _ in dims):
             raise ValueError(f"{list(source.index)} takes nothing of {view}")

@@ -103,7 +103,10 @@ def _add_leaf(local: LocalState, key: str, leaf: Any) -> None:
         _add_shard(local, leaf)
         return
     # everything else is a value: a number, a text, a list without tensors
-    item = leaf if isinstance(leaf, ShardedObject) else ShardedObject(key, leaf)
+    if isinstance(leaf, ShardedObject):
+        item = leaf
+    else:
+        item = ShardedObject(key, leaf)
     check_key(item.key)
     value = _encoded(item)
     if local.objects.setdefault(item.key, value) != value:

@@ -39,7 +39,8 @@ def register(
     default its qualified name without the module's, which may move). Registering again replaces the functions.
     Raises ValueError: a name that another type has.
     """
-    name = kind.__qualname__ if name is None else name
+    if name is None:
+        name = kind.__qualname__
     owner = kind
     for registered_type, handler in _BY_TYPE.items():
         if handler.name == name:

@@ -269,7 +269,10 @@ class Mapper:
             if len(numbers) < self._stacks[stack].layers:
                 some_layers, depth = numbers, self._stacks[stack].layers
         # the grid of cells follows the tensor-parallel cut, or else the first cut of any axis
-        axis = "tp" if "tp" in layout.split else next(iter(layout.split), "tp")
+        if "tp" in layout.split:
+            axis = "tp"
+        else:
+            axis = next(iter(layout.split), "tp")
         tp_dim = layout.split.get(axis)
         if tp_dim is not None:
             tp_dim += len(stack_shape)

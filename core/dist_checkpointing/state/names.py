@@ -34,7 +34,10 @@ class Concat:
     dim: int = 0
 
     def __post_init__(self) -> None:
-        sources = self.sources if isinstance(self.sources, (list, tuple)) else ()
+        if isinstance(self.sources, (list, tuple)):
+            sources = self.sources
+        else:
+            sources = ()
         if not sources or not all(isinstance(source, (str, Source, Concat)) for source in sources):
             raise ValueError(
                 f"Concat of {self.sources!r}: give a list of keys of the checkpoint, or of Sources"

@@ -35,7 +35,10 @@ class Parameter:
         stack = self.leaf.stack
         rows = self.leaf.global_offset[: self.leaf.prepend_axis_num]
         if stack and self.key.startswith(f"{stack}."):
-            number = self.leaf.layers[rows[0]] if self.leaf.layers else rows[0]
+            if self.leaf.layers:
+                number = self.leaf.layers[rows[0]]
+            else:
+                number = rows[0]
             return f"{stack}.{number}{self.key[len(stack) :]}"
         return ".".join([self.key, *map(str, rows)])
 

@@ -70,7 +70,10 @@ def root_and_name(path_or_url: str | os.PathLike[str]) -> tuple[str, str]:
             raise ValueError(f"{location} is a link to itself; remove it, or choose another name")
     root, _, name = location.rpartition("/")
     # `runs/.` would name the directory itself, which `parse_address` has already resolved
-    last_typed = name if options else os.fspath(path_or_url).rstrip("/").rpartition("/")[2]
+    if options:
+        last_typed = name
+    else:
+        last_typed = os.fspath(path_or_url).rstrip("/").rpartition("/")[2]
     if not name or root.endswith(":/") or last_typed in (".", ".."):
         raise ValueError(
             f"{os.fspath(path_or_url)!r} names no checkpoint; give a directory that is to be made"
@@ -110,7 +113,10 @@ def _absolute_path(text: str) -> str:
             f"as str, {first}//{rest}, or './{text}' for a directory of that name"
         )
     # `a/../b` is not `b` where `a` is a link: then links are followed first
-    absolute = os.path.realpath(text) if ".." in text.split("/") else os.path.abspath(text)
+    if ".." in text.split("/"):
+        absolute = os.path.realpath(text)
+    else:
+        absolute = os.path.abspath(text)
     return "/" + absolute.lstrip("/")
 
 

@@ -160,9 +160,10 @@ def open_dir(
             f"{url}: not a path, file://, gs://, s3:// or memory:// ({error})"
         ) from None
     # credentials are needed again for `kvstore`, and an open store does not give them back
-    secret_spec = (
-        {} if isinstance(spec, str) else {name: spec[name] for name in _SECRET & spec.keys()}
-    )
+    if isinstance(spec, str):
+        secret_spec = {}
+    else:
+        secret_spec = {name: spec[name] for name in _SECRET & spec.keys()}
     return KvCheckpointDir(store, CONTEXT, f"{location}/", address[len(location) :], secret_spec)
 
 

@@ -35,7 +35,10 @@ class KvCheckpointDir:
         self._options = options
         self._secret_spec = dict(secret_spec or {})
         self.url: str = store.url if url is None else url
-        self.address = f"{self.url.rstrip('/')}{options}" if options else self.url
+        if options:
+            self.address = f"{self.url.rstrip('/')}{options}"
+        else:
+            self.address = self.url
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """The store's own driver."""

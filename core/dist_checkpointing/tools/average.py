@@ -106,7 +106,10 @@ def _values(name: str, info: ArrayInfo, box: Box, tensors: Mapping[str, LazyTens
     rows = []
     for row_number in range(*box[0]):
         own = tensors.get(_layer_key(name, info, info.layer_numbers[row_number]))
-        row = weight[(row_number, *slices(box[1:]))] if own is None else own[slices(box[1:])]
+        if own is None:
+            row = weight[(row_number, *slices(box[1:]))]
+        else:
+            row = own[slices(box[1:])]
         rows.append(row.to(weight.dtype))
     return torch.stack(rows)
 

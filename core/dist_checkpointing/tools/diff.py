@@ -29,7 +29,9 @@ def _only_in(side: str, stored: StoredCheckpoint, other: StoredCheckpoint) -> It
     for key in stored.keys:
         if key not in other.metadata:
             derived = other.derived.get(key)
-            hint = f" (the other derives it from {derived['from']})" if derived else ""
+            hint = ""
+            if derived:
+                hint = f" (the other derives it from {derived['from']})"
             yield f"only in {side}: {key}{hint}"
 
 

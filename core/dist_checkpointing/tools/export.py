@@ -74,7 +74,10 @@ def tensors(
         if info.stacked:
             box[0] = intervals_by_dim[0][pp_rank]
         # integers and booleans stay as they are
-        exported_dtype = dtype if dtype is not None and "float" in saved_dtype else saved_dtype
+        if dtype is not None and "float" in saved_dtype:
+            exported_dtype = dtype
+        else:
+            exported_dtype = saved_dtype
         for layer_name, layer_box in _layers(name, tuple(box), info):
             is_layer = layer_name != name
             shape = extent(layer_box[1:] if is_layer else layer_box)

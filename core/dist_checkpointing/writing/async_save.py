@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from core.dist_checkpointing.planning.exchange import Cells
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
+from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.slab import Slab, aligned
 
@@ -182,3 +184,13 @@ class BackgroundCall:
             self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+def log_file(root: str, rank: int) -> str | None:
+    """The log file of a rank's writer program; None beside an object store."""
+    directory = CheckpointRoot(root).files
+    if not isinstance(directory, PosixCheckpointDir):
+        return None
+    folder = os.path.join(directory.path, ".logs")
+    os.makedirs(folder, exist_ok=True)
+    return os.path.join(folder, f"writer-{rank:05d}.log")

@@ -100,7 +100,10 @@ class DirectWriter:
         if self._failure is not None:
             message = f"{self._directory.url}: the cell {self._failed_cell} was not written: {self._failure}"
             error_number = getattr(self._failure, "errno", None)
-            error = OSError(error_number, message) if error_number else OSError(message)
+            if error_number:
+                error = OSError(error_number, message)
+            else:
+                error = OSError(message)
             raise error from self._failure
 
     def _wait_for_first(self) -> None:

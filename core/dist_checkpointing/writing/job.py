@@ -102,7 +102,9 @@ class Job:
         disk_space = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
         # the heartbeat tells other ranks, and the next job, that this one is alive
         with disk_space, ThreadPoolExecutor(1) as thread, self._root.beating(self.name, self.uuid):
-            metadata_entries = thread.submit(self._write_metadata) if self.rank == 0 else None
+            metadata_entries = None
+            if self.rank == 0:
+                metadata_entries = thread.submit(self._write_metadata)
             try:
                 for key, index, box, array in cells:
                     writer.write(key, box, array)

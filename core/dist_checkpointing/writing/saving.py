@@ -144,7 +144,8 @@ def save(
     OSError; what lay there before is intact then.
     """
     root, name = root_and_name(checkpoint_dir)
-    ps = ps if ps is not None else default_state()
+    if ps is None:
+        ps = default_state()
     return Saver(root, ps, run=run, timeout_s=timeout_s, weights=weights).save(
         name, sharded_state_dict
     )

@@ -34,7 +34,10 @@ def solve_batch(train: Size, micro: Size, accumulation: Size, ranks: Size) -> tu
         )
     if train % product:
         below = train // product * product
-        nearest = f"{below} or {below + product}" if train > product else f"{product}"
+        if train > product:
+            nearest = f"{below} or {below + product}"
+        else:
+            nearest = f"{product}"
         raise ValueError(
             f"{TRAIN}={train} is no multiple of {product_text} = {product}; use {nearest}"
         )

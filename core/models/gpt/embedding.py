@@ -72,7 +72,10 @@ class OutputLayer(SpreadModule):
         super().__init__()
         place, config = build.place, build.config
         layout = vocab_layout(vocab_size, config.hidden_size, place.tp)
-        self.weight = None if tied else place.parameter(layout, Init(std=config.init_method_std))
+        if tied:
+            self.weight = None
+        else:
+            self.weight = place.parameter(layout, Init(std=config.init_method_std))
         self.stage = place.stage
         self.comm = place.column_comm()
         self.group = place.group

@@ -99,8 +99,14 @@ class GPTModel(ModelWeights):
         self.config = config
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
-        self.pre_process = ps.is_first_stage if pre_process is None else pre_process
-        self.post_process = ps.is_last_stage if post_process is None else post_process
+        if pre_process is None:
+            self.pre_process = ps.is_first_stage
+        else:
+            self.pre_process = pre_process
+        if post_process is None:
+            self.post_process = ps.is_last_stage
+        else:
+            self.post_process = post_process
         self.tied = share_embeddings_and_output_weights
         self.loss_chunk = checked_chunk(loss_chunk)
         self.parallel_output = parallel_output is not False
@@ -155,7 +161,9 @@ class GPTModel(ModelWeights):
             sum_gradients_of_foreign(self, place.group)
         self._first_inputs = FirstInputs()
         self._row_sums = RowSums(ps.group("cp"), replicas=ps.size("dp"))
-        experts = ps.group("ep") if self.config.num_moe_experts is not None else None
+        experts = None
+        if self.config.num_moe_experts is not None:
+            experts = ps.group("ep")
         self._watch = split_watch(place.group, experts, sums_foreign=place.splits_sequence)
         keep_layouts(self)
         watch_optimizers(self)

@@ -82,7 +82,10 @@ class _HeadLoss(torch.autograd.Function):
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             held = x.to(torch.get_autocast_dtype(kind))
             matrix = weight.to(held.dtype)  # type: ignore[assignment]
-        whole = comm.before_forward(held) if comm.before_forward is not None else held
+        if comm.before_forward is not None:
+            whole = comm.before_forward(held)
+        else:
+            whole = held
         flat = whole.reshape(-1, whole.shape[-1])
         dtype = compute_dtype(held.dtype)
         found = _Labels(labels.reshape(-1), weight.shape[0], group, vocab, ignore)
@@ -116,7 +119,10 @@ class _HeadLoss(torch.autograd.Function):
             raise overwritten(weight, ctx.version)
         held, logsumexp = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        x = comm.before_forward(held) if comm.before_forward is not None else held
+        if comm.before_forward is not None:
+            x = comm.before_forward(held)
+        else:
+            x = held
         flat = x.reshape(-1, x.shape[-1])
         matrix = weight.detach().to(x.dtype)
         grad_loss = gradient.reshape(-1).to(logsumexp.dtype) * found.counted
@@ -141,7 +147,9 @@ class _HeadLoss(torch.autograd.Function):
             dx = (comm.after_backward(dx).wait() if comm.after_backward is not None else dx).to(
                 ctx.dtype
             )
-        returned = dw.to(weight.dtype) if target is None and dw is not None else None
+        returned = None
+        if target is None and dw is not None:
+            returned = dw.to(weight.dtype)
         return dx, returned, None, None, None, None, None, None, None
 
 

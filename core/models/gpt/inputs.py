@@ -28,9 +28,13 @@ def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = 
     if lowest >= 0 and highest < size:
         return
     invalid = values[(values < 0) | (values >= size)]
-    invalid = invalid[invalid != ignored] if ignored is not None else invalid
+    if ignored is not None:
+        invalid = invalid[invalid != ignored]
     if invalid.numel():
-        second_value = "" if ignored is None else f", or {ignored} to leave a token out"
+        if ignored is None:
+            second_value = ""
+        else:
+            second_value = f", or {ignored} to leave a token out"
         raise ValueError(f"{name} holds {int(invalid[0])}, valid are 0 to {size - 1}{second_value}")
 
 
@@ -138,7 +142,10 @@ def check_documents(
         told = all_gather(
             torch.frombuffer(bytearray(text.ljust(_TOLD, b"\0")), dtype=torch.uint8)[None], group
         )
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in told] if told.any() else []
+        if told.any():
+            texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in told]
+        else:
+            texts = []
         problem = "; ".join(
             f"rank {rank}: {text}" for rank, text in zip(group.ranks, texts, strict=False) if text
         )

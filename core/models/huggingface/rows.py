@@ -72,7 +72,10 @@ def rows_of(
             row = row.of_experts(num_experts or 0)
         if not row.hf_names:
             continue
-        numbered = [row.of_layer(number) for number in layers] if "{n}" in row.ours else [row]
+        if "{n}" in row.ours:
+            numbered = [row.of_layer(number) for number in layers]
+        else:
+            numbered = [row]
         rows |= {numbered_row.ours: numbered_row for numbered_row in numbered}
     return rows
 

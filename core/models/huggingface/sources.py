@@ -74,7 +74,9 @@ class Folder:
             )
         if not files:
             pickles = sorted(path.name for path in self.folder.glob("*.bin"))
-            found = f"{pickles[0]}, a pickle that could run code" if pickles else "no weights"
+            found = "no weights"
+            if pickles:
+                found = f"{pickles[0]}, a pickle that could run code"
             raise ValueError(
                 f"{self.folder} holds {found}, .safetensors files are needed; "
                 "model.save_pretrained(folder, safe_serialization=True) writes them"

@@ -199,7 +199,10 @@ class OneCycle(_CheckedSchedule):
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made."""
         up = self.cycle_first_step_size
-        down = up if self.cycle_second_step_size is None else self.cycle_second_step_size
+        if self.cycle_second_step_size is None:
+            down = up
+        else:
+            down = self.cycle_second_step_size
         if step > up + down:
             if not self.decay_step_size:
                 return self.cycle_min_lr
@@ -212,7 +215,10 @@ class OneCycle(_CheckedSchedule):
             position, length = up + down - step, down
             if self.cycle_second_stair_count is not None:
                 stairs = self.cycle_second_stair_count
-        share = position * stairs // length / stairs if stairs else position / length
+        if stairs:
+            share = position * stairs // length / stairs
+        else:
+            share = position / length
         if down == 0 and step == up:
             share = 0.0  # the cycle ends where its top would be
         return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * share
@@ -301,7 +307,10 @@ def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
             )
         else:
             near = get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            if near:
+                hint = f"did you mean {near[0]}?"
+            else:
+                hint = f"known: {', '.join(known)}"
             yield False, f"unknown parameter {key}; {hint}"
     for key, field in known.items():
         yield field.default is not MISSING or key in options, f"{key} is missing; give it"

@@ -63,7 +63,10 @@ def sum_in_rank_order(
     One all-gather over `ps.world`, summed in rank order: every rank, backend and layout gets the same bits, which an
     all-reduce does not promise.
     """
-    row = local.reshape(1) if message is None else torch.cat((local.reshape(1), message))
+    if message is None:
+        row = local.reshape(1)
+    else:
+        row = torch.cat((local.reshape(1), message))
     rows = list(all_gather(row, ps.world).view(-1, row.numel()))
     total = rows[0][0]
     for other in rows[1:]:

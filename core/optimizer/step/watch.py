@@ -81,7 +81,10 @@ class GradientWatch:
         views = [buffer.gradients[first:last] for _, buffer, first, last in self._slices]
         if not views:
             return self._norms
-        dtype = views[0].dtype if views[0].dtype.itemsize >= 4 else torch.float32
+        if views[0].dtype.itemsize >= 4:
+            dtype = views[0].dtype
+        else:
+            dtype = torch.float32
         if self._eager:
             return torch.stack(
                 [torch.linalg.vector_norm(view, dtype=dtype) for view in views]

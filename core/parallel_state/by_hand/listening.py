@@ -131,7 +131,10 @@ class ByHand:
             if hasattr(tensor := reference(), "listener"):
                 tensor.listener = None  # type: ignore[union-attr]
             elif type(tensor) is self._result:
-                tensor.__class__ = Parameter if getattr(tensor, "_is_param", False) else Tensor
+                if getattr(tensor, "_is_param", False):
+                    tensor.__class__ = Parameter
+                else:
+                    tensor.__class__ = Tensor
         self._followed = []
 
     def _listen_in_hooks(self, parameter: Parameter) -> None:
@@ -202,7 +205,8 @@ class ByHand:
 
     def _follow_gradients(self, gradients: tuple[Tensor | None, ...], inputs: Any) -> None:
         """Results of `torch.autograd.grad`, in the order of its inputs."""
-        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+        if isinstance(inputs, Tensor):
+            inputs = [inputs]
         for gradient, parameter in zip(gradients, inputs, strict=True):
             if (
                 self._gradients

@@ -215,7 +215,10 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
 
 
 def _einsum(args: tuple, result: Tensor) -> Outcome:
-    operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    if len(args) == 2 and isinstance(args[1], (tuple, list)):
+        operands = args[1]
+    else:
+        operands = args[1:]
     equation = args[0].replace(" ", "") if isinstance(args[0], str) else "."
     if "." in equation or "->" not in equation:
         return None
@@ -272,13 +275,12 @@ def _cut(
         (dim,) = _dims(args, kwargs, 1, 0, len(axes))
         if split_axes.is_split(axes, [dim]):
             return across
-        pieces = (
-            [result]
-            if name == "select"
-            else list(result)
-            if isinstance(result, (tuple, list))
-            else []
-        )
+        if name == "select":
+            pieces = [result]
+        elif isinstance(result, (tuple, list)):
+            pieces = list(result)
+        else:
+            pieces = []
         return [(piece, split_axes.without(axes, [dim])) for piece in pieces]
     if name in ("narrow", "index_select"):
         (dim,) = _dims(args, kwargs, 1, 0, len(axes))
@@ -303,7 +305,8 @@ def _cut(
 
 def _indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
     """Axes of `x[index]`; "across" where it takes columns by number; None: not followed."""
-    index = index if isinstance(index, tuple) else (index,)
+    if not isinstance(index, tuple):
+        index = (index,)
     if any(
         not (i is None or i is Ellipsis or isinstance(i, (int, slice))) or isinstance(i, bool)
         for i in index

@@ -149,7 +149,10 @@ class Board:
     def linger(self, verdict: FailureReport) -> None:
         """Wait until all ranks that will come know the verdict, or for a while: the store may live in this process,
         and a launcher may end all others when one has ended."""
-        seconds = LINGER_S if self.rank or _launcher_keeps_it() else HOST_LINGER_S
+        if self.rank or _launcher_keeps_it():
+            seconds = LINGER_S
+        else:
+            seconds = HOST_LINGER_S
 
         def wait() -> None:
             end = time.monotonic() + seconds
@@ -194,7 +197,10 @@ class Board:
         """The first failure, as far as this rank can know."""
         if not own_report.waits_for:
             return own_report
-        patience = self.moment_s if own_report.timed_out else min(GONE_S, self.moment_s)
+        if own_report.timed_out:
+            patience = self.moment_s
+        else:
+            patience = min(GONE_S, self.moment_s)
         end = time.monotonic() + patience
         while True:
             if (first := self._report_at("first")) is not None:

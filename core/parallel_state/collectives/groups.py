@@ -263,7 +263,10 @@ def can_abort(group: ProcessGroup | None = None) -> bool:
 def abandon_group(group: ProcessGroup) -> None:
     """Leave one group after a failure. NCCL's own `shutdown` would wait for kernels whose peers never come."""
     if is_initialized() and group in c10d._world.pg_map:
-        leave = c10d._abort_process_group if can_abort(group) else dist.destroy_process_group
+        if can_abort(group):
+            leave = c10d._abort_process_group
+        else:
+            leave = dist.destroy_process_group
         leave(group)
 
 

@@ -101,16 +101,21 @@ class Executor:
         # in one step only, so that all others pay nothing
         if self._watch is not None:
             compute = partial(self._compute_watched, self._watch)
-        for action in self.plan.order:
-            self.current_action = action
-            if action.kind in "FIWR":
-                start = clock.now()
-                compute(action)
-                clock.add(action, start)
-            else:
-                communicate(action)
-        self.current_action = None
-        self.channel.finish()
+        try:
+            for action in self.plan.order:
+                self.current_action = action
+                if action.kind in "FIWR":
+                    start = clock.now()
+                    compute(action)
+                    clock.add(action, start)
+                else:
+                    communicate(action)
+            self.current_action = None
+            self.channel.finish()
+        except BaseException:
+            # messages under way would keep connections open, and peers waiting
+            self.channel.drop()
+            raise
 
     def _named(self, run: Callable[[Action], None]) -> Callable[[Action], None]:
         """`run` inside a range of the action's name, such as F2.5 (stage 2, microbatch 5), for a profiler."""
@@ -175,7 +180,10 @@ class Executor:
                 if stage.last:
                     self.outputs[microbatch] = output
             case "I":
-                output_grads = None if stage.last else self._pending.pop(("B", index, microbatch))
+                if stage.last:
+                    output_grads = None
+                else:
+                    output_grads = self._pending.pop(("B", index, microbatch))
                 input_grads = stage.input_gradients(microbatch, output_grads, step)
                 if not stage.first:
                     self._pending["B", index - 1, microbatch] = input_grads

@@ -119,19 +119,13 @@ class Pipeline:
         # every rank must reach both agreements, whatever goes wrong on it: otherwise the others would deadlock there
         agree(ps, describe_arguments(schedule, num_microbatches, recompute, recompute_keeps))
         problem: Exception | None = None
-        resolved: list[str] = []
         try:
             self._build(
                 stages, schedule, recompute, recompute_keeps, without_sync=grad_sync is None
             )
-            resolved = [self.schedule.text()]
         except Exception as error:
             problem = error
-        try:
-            self._key = agree(ps, resolved, problem)
-        except Exception:
-            self.close()
-            raise
+        self._key = self._agree_on_schedule(problem)
         check_tables(self.modules, ps)
         modules = [*self.modules.values()]
         self._loss_watch = LossWatch(ps, modules)
@@ -169,6 +163,15 @@ class Pipeline:
         self._key = agree(self.ps, [f"num_microbatches={count}"], problem)
         self.schedule, self._microbatches = schedule, count
         self._connections.plan(schedule)
+
+    def _agree_on_schedule(self, problem: Exception | None) -> str:
+        """A name of this pipeline; after a failure, on any rank, all raise and give the modules back."""
+        resolved = [self.schedule.text()] if problem is None else []
+        try:
+            return agree(self.ps, resolved, problem)
+        except Exception:
+            self.close()
+            raise
 
     def _build(
         self,
@@ -380,10 +383,6 @@ class Pipeline:
         states = [(generator, generator.get_state()) for generator in generators_of(self.ps.device)]
         try:
             executor.run(clock)
-        except BaseException:
-            # messages under way would keep connections open, and peers waiting
-            executor.channel.drop()
-            raise
         finally:
             for generator, state in states:
                 generator.set_state(state)

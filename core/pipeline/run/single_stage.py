@@ -71,11 +71,17 @@ class SingleStage:
         self.ps = ps
         self.num_microbatches = num_microbatches
         self.seed = seed
-        self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
+        if grad_sync is not None:
+            self.grad_sync = grad_sync
+        else:
+            self.grad_sync = NullGradSync()
         self.step_index = 0
         # our own models carry a context that their operations already hold
         model_context = stage if stage is not None else getattr(model, "stage", None)
-        self.stage = model_context if isinstance(model_context, StageContext) else StageContext()
+        if isinstance(model_context, StageContext):
+            self.stage = model_context
+        else:
+            self.stage = StageContext()
         self._forward_arguments = forward_arguments(model)
         self._sums_watch = SumsWatch([model], ps, grad_sync)
 

@@ -39,6 +39,15 @@ from core.pipeline.run.step import (
 )
 
 
+def _refuse_lazy(module: nn.Module, index: int) -> None:
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(
+            f"stage {index} has {len(lazy)} parameters without a shape ({lazy[0]}, ...): lazy modules get "
+            "theirs from a forward; run one on a sample before you build the pipeline"
+        )
+
+
 class Stage:
     """Runs any `nn.Module` as stage `index` of `stage_count`.
 
@@ -59,12 +68,7 @@ class Stage:
         context_rank: int = 0,
     ) -> None:
         check_keeps(keeps)
-        lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-        if lazy:
-            raise ValueError(
-                f"stage {index} has {len(lazy)} parameters without a shape ({lazy[0]}, ...): lazy modules get "
-                "theirs from a forward; run one on a sample before you build the pipeline"
-            )
+        _refuse_lazy(module, index)
         self.module = module
         self.index = index
         self.device = device

@@ -169,7 +169,10 @@ class ListScheduler:
                     and fits(rank, stage, microbatch, R)
                 ):
                     # needed for an I, it is as urgent as the I itself; with `ahead` it need not wait for the gradient
-                    recompute_priority = priority[I] if needed else priority[R]
+                    if needed:
+                        recompute_priority = priority[I]
+                    else:
+                        recompute_priority = priority[R]
                     arrival = gradient if needed and not policy.ahead else 0.0
                     yield recompute_priority, stage, microbatch, arrival, R
 

@@ -60,7 +60,9 @@ class Climber:
         while True:
             action = self.orders[rank][index]
             source = problem.source[action]
-            arrival = end[source] + problem.delay[action] if source >= 0 else 0.0
+            arrival = 0.0
+            if source >= 0:
+                arrival = end[source] + problem.delay[action]
             # it started when its rank became free: the path goes on along the rank
             if index and end[self.orders[rank][index - 1]] >= arrival:
                 index -= 1

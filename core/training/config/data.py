@@ -68,7 +68,10 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("train", "valid"):
             value = getattr(self, name)
-            prefixes = (value,) if isinstance(value, str | os.PathLike) else value
+            if isinstance(value, str | os.PathLike):
+                prefixes = (value,)
+            else:
+                prefixes = value
             # the dataclass is frozen
             object.__setattr__(self, name, tuple(map(str, prefixes)))
         raise_all("DataConfig", self._rules())

@@ -27,7 +27,9 @@ def explained(merged: Merged, world_size: int) -> tuple[str, int]:
         lines += _memory(sections)
     lines.append(_explain_batch(sections, world_size))
     if problems:
-        heading = f"{len(problems)} mistakes:" if len(problems) > 1 else "1 mistake:"
+        heading = "1 mistake:"
+        if len(problems) > 1:
+            heading = f"{len(problems)} mistakes:"
         lines += ["", heading, *(f"  {merged.with_origin(problem)}" for problem in problems)]
     return "\n".join(lines), len(problems)
 

@@ -244,7 +244,9 @@ def docs_of(cls: type) -> dict[str, str]:
             and isinstance(node.target, ast.Name)
             and isinstance(after, ast.Expr)
         ):
-            text = after.value.value if isinstance(after.value, ast.Constant) else None
+            text = None
+            if isinstance(after.value, ast.Constant):
+                text = after.value.value
             if isinstance(text, str):
                 docs[node.target.id] = " ".join(text.split())
     return docs
@@ -257,7 +259,10 @@ def _fields_in(cls: type, prefix: str = "") -> Iterator[Field]:
             yield from _fields_in(hints[field.name], f"{field.name}.")
             continue
         kind, optional, choices = _kind(hints[field.name])
-        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.default_factory is MISSING:
+            default = field.default
+        else:
+            default = field.default_factory()
         yield Field(
             name=prefix + field.name,
             kind=kind,

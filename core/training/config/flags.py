@@ -113,8 +113,14 @@ def short_help(
     for name in COMMON:
         spec, default = fields_by_name[name], defaults[name]
         value = "" if _is_switch(spec) else f" {_placeholder(spec)}"
-        told = "" if default in (None, (), False) else f"  (default: {literal(default)})"
-        help_ = spec.help if len(spec.help) <= 150 else f"{spec.help.split('. ')[0].rstrip('.')}."
+        if default in (None, (), False):
+            told = ""
+        else:
+            told = f"  (default: {literal(default)})"
+        if len(spec.help) <= 150:
+            help_ = spec.help
+        else:
+            help_ = f"{spec.help.split('. ')[0].rstrip('.')}."
         lines.append(f"  {flag_of(name)}{value}{told}")
         lines += textwrap.wrap(help_, width, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines).lstrip("\n") + "\n"
@@ -167,7 +173,9 @@ def _scan(
         elif switch != name and name != _CONFIG:
             accepted.append(word)  # --optimizer.no-lr: nobody's
         elif not equals and _is_flag(after):
-            more = f" ..., or {head} {NONE} for an empty one" if kind in _MANY else ""
+            more = ""
+            if kind in _MANY:
+                more = f" ..., or {head} {NONE} for an empty one"
             problems.append(Problem("", f"{head} has no value; give {head} VALUE{more}"))
         else:
             accepted.append(word)

@@ -48,7 +48,9 @@ def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
         return
     yield from layout_rules(config, parallel)
     rotated = int(config.head_size * config.rotary_percent)
-    share = f" x rotary_percent={config.rotary_percent}" if config.rotary_percent < 1 else ""
+    share = ""
+    if config.rotary_percent < 1:
+        share = f" x rotary_percent={config.rotary_percent}"
     yield (
         not rotates or (rotated > 0 and rotated % 2 == 0),
         f"rotary positions rotate pairs of dims, hidden_size={config.hidden_size} with num_attention_heads="

@@ -114,7 +114,10 @@ class RunConfig:
         """{"optimizer.lr": 0.001, ...}: every field; a fact of the model that nobody gave is None, see `resolved`."""
         values = {}
         for name, known_field in known_fields().items():
-            owner = getattr(self, known_field.section) if known_field.section else self
+            if known_field.section:
+                owner = getattr(self, known_field.section)
+            else:
+                owner = self
             values[name] = getattr(owner, known_field.key)
         return values
 

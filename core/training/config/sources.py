@@ -82,7 +82,10 @@ class Merged:
 
     def with_origin(self, problem: Problem) -> str:
         """The mistake, and where the values that it speaks of are from."""
-        where = [self.origin[problem.name]] if problem.name in self.origin else []
+        if problem.name in self.origin:
+            where = [self.origin[problem.name]]
+        else:
+            where = []
         for name in known_fields():
             section, _, key = name.rpartition(".")
             if (

@@ -54,7 +54,8 @@ def lines_of(text: str, names: Iterable[str]) -> dict[str, int]:
     for number, statement, parsed in _statements(text):
         header = statement.lstrip().startswith("[")
         paths = [((() if header else table) + path) for path in _paths(parsed)]
-        table = paths[-1] if header else table
+        if header:
+            table = paths[-1]
         for path in paths:
             line_of.setdefault(".".join(path), number)
     return {name: line_of[name] for name in names if name in line_of}

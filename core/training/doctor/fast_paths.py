@@ -134,13 +134,14 @@ def devices(device: torch.device) -> Check:
     module = torch.get_device_module(device)
     descriptions = []
     for index in range(torch.accelerator.device_count()):
-        name = module.get_device_name(index) if hasattr(module, "get_device_name") else device.type
+        if hasattr(module, "get_device_name"):
+            name = module.get_device_name(index)
+        else:
+            name = device.type
         description = f"{device.type}:{index} {name}"
-        properties = (
-            module.get_device_properties(index)
-            if hasattr(module, "get_device_properties")
-            else None
-        )
+        properties = None
+        if hasattr(module, "get_device_properties"):
+            properties = module.get_device_properties(index)
         size = getattr(properties, "total_memory", 0)
         if size:
             description += f", {gib(size)}"

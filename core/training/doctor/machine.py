@@ -124,6 +124,9 @@ def open_files() -> Check:
     value = f"{'no limit' if soft == unlimited else soft} per process"
     if soft == unlimited or soft >= MIN_OPEN_FILES:
         return Check(name="open files", value=value, status="ok")
-    possible = ENOUGH_OPEN_FILES if hard == unlimited else min(hard, ENOUGH_OPEN_FILES)
+    if hard == unlimited:
+        possible = ENOUGH_OPEN_FILES
+    else:
+        possible = min(hard, ENOUGH_OPEN_FILES)
     value += f", at most {'no limit' if hard == unlimited else hard}"
     return Check(name="open files", value=value, status="off", remedy=f"ulimit -n {possible}")

@@ -127,7 +127,10 @@ def value_axis(curve: Curve) -> Axis:
         low = min(low, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         high = high + (abs(high) * 0.1 or 1.0)
-        low = low if curve.zero and low == 0 else low - (abs(low) * 0.1 or 1.0)
+        if curve.zero and low == 0:
+            low = low
+        else:
+            low = low - (abs(low) * 0.1 or 1.0)
     air = 0.05 * (high - low)
     return Axis(low if curve.zero and low == 0 else low - air, high + air, BOTTOM, TOP)
 
@@ -190,7 +193,12 @@ def legend(curve: Curve) -> list[tuple[str, str]]:
     """(name, value) of each level; of those that the axis leaves out, on which side they are."""
     axis, rows = value_axis(curve), []
     for name, value in (curve.levels or {}).items():
-        side = "" if is_on(axis, value) else " (above)" if value > axis.high else " (below)"
+        if is_on(axis, value):
+            side = ""
+        elif value > axis.high:
+            side = " (above)"
+        else:
+            side = " (below)"
         rows.append((name, f"{value:.3f}{side}"))
     return rows
 

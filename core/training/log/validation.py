@@ -60,7 +60,10 @@ class ValidationRecord:
         """The inverse. Raises KeyError, TypeError, ValueError: a row of something else."""
         values: dict[str, Any] = {"name": row["validation"]}
         for field in fields(cls):
-            key = field.name if field.name in _OF_THE_ROW else f"validation_{field.name}"
+            if field.name in _OF_THE_ROW:
+                key = field.name
+            else:
+                key = f"validation_{field.name}"
             if key in row:
                 value = row[key]
                 values[field.name] = float(value) if isinstance(value, str) else value

@@ -252,13 +252,12 @@ def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
     facts = {name: value for name, value in vars(model.config).items() if name in DEFAULTS}
     spec = model.transformer_layer_spec
     scaling = model.config.rotary_scaling
-    kind = (
-        "rope"
-        if spec.rotary is not None
-        else "learned_absolute"
-        if spec.positions is not None
-        else "none"
-    )
+    if spec.rotary is not None:
+        kind = "rope"
+    elif spec.positions is not None:
+        kind = "learned_absolute"
+    else:
+        kind = "none"
     windows = model.config.windows or ()
     return facts | {
         "rotary_scaling": asdict(scaling) if scaling is not None else {},

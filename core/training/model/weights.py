@@ -49,11 +49,9 @@ def load_weights(
     arrays = sum(key.startswith(_GROUP) for key in stored[0])
     positions = stored[0].get(_GROUP + _POSITIONS)
     table = dict(stages[min(stages)].named_parameters()).get(_POSITIONS)
-    grown = (
-        table
-        if positions is not None and table is not None and _grows(positions.shape, table.shape)
-        else None
-    )
+    grown = None
+    if positions is not None and table is not None and _grows(positions.shape, table.shape):
+        grown = table
     if grown is not None:
         state.pop(_POSITIONS)
     agree(problem_of(lambda: _fill_rows(grown, positions)), ps)
@@ -100,7 +98,9 @@ def _name(key: str) -> str:
 
 
 def _refusal(url: str, problems: list[str], arrays: int) -> str:
-    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    more = ""
+    if len(problems) > _SHOWN:
+        more = f"; and {len(problems) - _SHOWN} more"
     fitting = max(0, arrays - len(problems))
     return (
         f"checkpoint.weights={url} is of another model, {fitting} of its {arrays} arrays fit: "

@@ -28,7 +28,10 @@ def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) ->
         return words
     only_there = sorted({_name(key) for key in stored - here})
     only_here = sorted({_name(key) for key in here - stored})
-    parts = [f"only there are those of {', '.join(only_there[:4])}"] if only_there else []
+    if only_there:
+        parts = [f"only there are those of {', '.join(only_there[:4])}"]
+    else:
+        parts = []
     parts += [f"only here are those of {', '.join(only_here[:4])}"] if only_here else []
     return " and ".join(parts)
 

@@ -52,7 +52,10 @@ def compare_models(
 ) -> None:
     """Raise ValueError for a model with other facts, also where no shape shows them, and nobody allowed it."""
     stored: Any = StoredCheckpoint.open(url).run.get("model")
-    changed = differences(stored, here) if stored is not None and here is not None else []
+    if stored is not None and here is not None:
+        changed = differences(stored, here)
+    else:
+        changed = []
     if changed and "model" not in allowed:
         raise ValueError(
             f"{url} is of a model with {', '.join(changed)}; use the same, or say that it changes: "

@@ -68,7 +68,10 @@ class Checkpoints(AbstractContextManager):
         self._previous_save_failed, self._average_begins = False, False
         self._previous_handlers: dict[int, Any] = {}  # of signals
         folder = config.export_huggingface
-        self._export = None if folder is None else ExportAtEnd(folder, run or {}, ps, say)
+        if folder is None:
+            self._export = None
+        else:
+            self._export = ExportAtEnd(folder, run or {}, ps, say)
         self.manager: CheckpointManager | None = None
         if config.directory is not None:
             self.manager = CheckpointManager(
@@ -106,7 +109,10 @@ class Checkpoints(AbstractContextManager):
         if self.manager is None or self.config.resume == "never":
             return self._refuse_newer_steps(0)
         newest = from_first(self._newest, self.ps)
-        template = self._template(newest) if newest is not None else self.state(0)
+        if newest is not None:
+            template = self._template(newest)
+        else:
+            template = self.state(0)
         try:
             step, state = self.manager.load_latest(template)
         except FileNotFoundError:

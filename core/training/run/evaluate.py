@@ -111,7 +111,9 @@ def _told(
         now = time.monotonic()
         if count and now - last >= seconds:
             last = now
-            left = (now - begin) / number * (count - number) if number else 0.0
+            left = 0.0
+            if number:
+                left = (now - begin) / number * (count - number)
             line = f"{name}: batch {number:,} of {count:,}, {left:.0f} s left"
             print(line, file=sys.stderr, flush=True)
         yield batch

@@ -162,7 +162,10 @@ class _Progress:
     def show(self, step: int, loss: Tensor, every_step: Callable[[int, float], None]) -> None:
         """`step` updates are made, the last one with `loss`."""
         latest = HostCopy(loss)
-        shown = latest if self._before is None or not reading_waits(loss.device) else self._before
+        if self._before is None or not reading_waits(loss.device):
+            shown = latest
+        else:
+            shown = self._before
         self._before = latest
         every_step(step, shown.read())
 
@@ -262,8 +265,7 @@ def train(
     RuntimeError: a NaN loss. ValueError: no step left to run.
     """
     _refuse_no_steps(start, config.train_steps)
-    # dropout seeds are a function of the step
-    executor.step_index = start
+    executor.step_index = start  # dropout seeds are a function of the step
     progress, first_step = _Progress(), None
     meter = _Meter(start, flops_per_token, peak_flops, tokens_per_step, experts)
     reporter = _Reporter(config, optimizer, meter, log, say)
@@ -279,8 +281,7 @@ def train(
         last = step == config.train_steps - 1
         is_logged = last or step == start or _is_due(step, config.log_interval)
         is_validated = validate is not None and (last or _is_due(step, config.eval_interval))
-        # otherwise nothing waits for the device
-        if is_logged or is_validated:
+        if is_logged or is_validated:  # otherwise nothing waits for the device
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
@@ -288,8 +289,7 @@ def train(
         if every_step is not None:
             progress.show(step + 1, result.loss, every_step)
 
-        # validating and saving are outside of the throughput
-        begin = time.perf_counter()
+        begin = time.perf_counter()  # validating and saving are outside of the throughput
         bits = reporter.validation(step, validate if is_validated else None)
         stop = _save(checkpoints, step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)

@@ -102,7 +102,9 @@ def describe(
     train_tokens, valid_tokens = corpus.num_tokens
     say(f"text: {train_tokens:,} tokens to train on, {valid_tokens:,} to validate")
     if isinstance(train := corpus.train, ConversationBatches):
-        longer = f", {train.truncated:,} are longer and lose their end" if train.truncated else ""
+        longer = ""
+        if train.truncated:
+            longer = f", {train.truncated:,} are longer and lose their end"
         say(
             f"conversations: {train.token_file.num_documents:,} in {train.num_samples:,} rows of "
             f"{train.sequence_length:,} tokens{longer}; the loss is of their answers"

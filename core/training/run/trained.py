@@ -116,7 +116,10 @@ def _newest(target: str) -> str:
     """The checkpoint itself, or the newest of a directory of steps."""
     if "://" not in target and (Path(target) / MANIFEST).is_file():
         return target
-    steps = CheckpointRoot(target).steps() if "://" in target or os.path.isdir(target) else []
+    if "://" in target or os.path.isdir(target):
+        steps = CheckpointRoot(target).steps()
+    else:
+        steps = []
     if steps:
         return below(target, step_name(steps[-1]))
     if "://" in target:

@@ -46,7 +46,10 @@ class CoreAttention(nn.Module):
         self.grouped = config.groups != config.num_attention_heads
         self.softmax_scale = config.softmax_scale
         self.dropout = Dropout(build, config.attention_dropout, "attention", sharded=True)
-        self.window = config.windows[build.layer] if config.windows is not None else None
+        if config.windows is not None:
+            self.window = config.windows[build.layer]
+        else:
+            self.window = None
         self.exchange = Exchange(build.parallel)
         self.stage = build.stage
 
@@ -59,7 +62,9 @@ class CoreAttention(nn.Module):
         masked out (on one context rank).
         """
         p = self.dropout.p if self.training else 0.0
-        documents = attention_mask if isinstance(attention_mask, Documents) else None
+        documents = None
+        if isinstance(attention_mask, Documents):
+            documents = attention_mask
         # no kernel that merges blocks drops out
         if documents is not None and p > 0:
             attention_mask = visible_mask(documents.begin)
@@ -93,7 +98,10 @@ class CoreAttention(nn.Module):
             rows = self.exchange.rows
             numbers = document_rows(q.shape[2] * rows.size, rows)
             documents = within_window(documents, self.window, numbers, q.device)
-        scale = self.softmax_scale if self.softmax_scale is not None else q.shape[3] ** -0.5
+        if self.softmax_scale is not None:
+            scale = self.softmax_scale
+        else:
+            scale = q.shape[3] ** -0.5
         return context_attention(q, k, v, self.exchange, documents=documents, scale=scale)
 
     def _has_long_strips(self, k: Tensor) -> bool:
@@ -105,7 +113,10 @@ class CoreAttention(nn.Module):
     def _attend_with_dropout(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float
     ) -> Tensor:
-        attend = self._attend_in_strips if self._has_long_strips(k) else self._attend
+        if self._has_long_strips(k):
+            attend = self._attend_in_strips
+        else:
+            attend = self._attend
         with seeded(q.device, self.dropout.seed()):
             return attend(q, k, v, attention_mask, p)
 
@@ -214,7 +225,8 @@ class SelfAttention(nn.Module):
         # While text is generated, keys and values of earlier tokens come from the cache.
         if self.cache_of_layer is not None:
             k, v, padding = self.cache_of_layer.extend(k, v)
-            attention_mask = attention_mask if padding is None else padding
+            if padding is not None:
+                attention_mask = padding
         heads = self.core_attention(q, k, v, attention_mask)
         # [s, b, a d]
         return self.linear_proj(heads.permute(2, 0, 1, 3).flatten(2))

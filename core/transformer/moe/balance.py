@@ -40,7 +40,10 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        scale = ctx.stage.loss_scale if ctx.driven else ctx.stage.scale_of_plain_loop
+        if ctx.driven:
+            scale = ctx.stage.loss_scale
+        else:
+            scale = ctx.stage.scale_of_plain_loop
         if ctx.driven and ctx.stage.averaged_over is not None:
             scale = scale / (ctx.stage.averaged_over * ctx.positions)
         if scale is None:
@@ -86,7 +89,10 @@ class Balance:
         self.is_on = config.balances_experts
         self._of_sequence = config.moe_router_load_balancing_type == "seq_aux_loss"
         balances = config.moe_router_load_balancing_type != "none"
-        self._aux_coefficient = config.moe_aux_loss_coeff if balances else 0.0
+        if balances:
+            self._aux_coefficient = config.moe_aux_loss_coeff
+        else:
+            self._aux_coefficient = 0.0
         self._z_coefficient = config.moe_z_loss_coeff or 0.0
 
     def attach(self, y: Tensor, routing: Routing, sequences: int) -> Tensor:

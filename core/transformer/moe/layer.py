@@ -57,13 +57,19 @@ class MoELayer(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         tp = self._tensor_group
-        shard = scatter_to_sequence_region(self._padded(x), tp) if self._cuts_tokens else x
+        if self._cuts_tokens:
+            shard = scatter_to_sequence_region(self._padded(x), tp)
+        else:
+            shard = x
         tokens = shard.reshape(-1, shard.shape[-1])
         routing = self.router(tokens)
         dispatch = Dispatch.plan(routing, self.router, self._expert_group)
         arriving = start_to_experts(tokens, dispatch)
         # while the rows are on their way
-        shared = None if self.shared_experts is None else self.shared_experts(x)
+        if self.shared_experts is None:
+            shared = None
+        else:
+            shared = self.shared_experts(x)
         rows = arriving()
         weights = weights_to_experts(routing.weights, dispatch)
         y = from_experts(self.experts(rows, weights, dispatch.counts), dispatch).view(shard.shape)

@@ -125,7 +125,10 @@ class Router(SpreadModule):
     def _chosen(self, scores: Tensor) -> Tensor:
         """[T, E] -> int64 [T, k]."""
         # in order of the scores alone: softmax keeps the order of logits
-        preference = scores if self.expert_bias is None else scores + self.expert_bias
+        if self.expert_bias is None:
+            preference = scores
+        else:
+            preference = scores + self.expert_bias
         if self.num_groups is not None and self.group_topk is not None:
             by_group = preference.unflatten(1, (self.num_groups, -1))
             group_scores = by_group.topk(min(2, by_group.shape[2]), dim=-1).values.sum(-1)

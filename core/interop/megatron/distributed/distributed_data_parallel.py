@@ -57,7 +57,10 @@ class DistributedDataParallel(nn.Module):
         self.config = config
         self.ddp_config = ddp_config
         module_state = getattr(module, "parallel", None)
-        self.parallel = module_state if isinstance(module_state, ParallelState) else current_state()
+        if isinstance(module_state, ParallelState):
+            self.parallel = module_state
+        else:
+            self.parallel = current_state()
         for part in module.modules():
             if isinstance(part, Experts):
                 part.edp_is_summed = True

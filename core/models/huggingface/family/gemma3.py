@@ -114,7 +114,10 @@ class Gemma3(LlamaLike):
     def fields(self, model: HuggingFaceModel) -> Fields:
         """What the family would say of a model of ours."""
         config = model.config
-        scale = config.softmax_scale if config.softmax_scale is not None else config.head_size**-0.5
+        if config.softmax_scale is not None:
+            scale = config.softmax_scale
+        else:
+            scale = config.head_size**-0.5
         return super().fields(model) | {"query_pre_attn_scalar": whole(scale**-2)}
 
     def window_fields(self, windows: Windows) -> Fields:

@@ -119,7 +119,9 @@ class LlamaLike:
         yield from rotary_rules(facts)
         ropes = [facts.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
         supported = all(rope_kind(rope) in SCALINGS for rope in ropes)
-        percent = one_rotary(facts, self.rope_theta).percent if supported else 1.0
+        percent = 1.0
+        if supported:
+            percent = one_rotary(facts, self.rope_theta).percent
         yield (
             self.partial_rotary or percent == 1.0,
             f"partial_rotary_factor={percent} is not this family's; remove it",
@@ -142,7 +144,9 @@ class LlamaLike:
             )
         attention, mlp = self._biases(facts)
         flags = f"attention_bias={attention}" + (f" with mlp_bias={mlp}" if self.mlp_bias else "")
-        remedy = "both True or both False" if self.mlp_bias else "attention_bias=False"
+        remedy = "attention_bias=False"
+        if self.mlp_bias:
+            remedy = "both True or both False"
         yield (
             attention == mlp,
             f"{flags} is not supported: here all linear layers of attention and MLP have a bias, or none has; "

@@ -23,7 +23,9 @@ def agree(ps: ParallelState, arguments: list[str], problem: Exception | None = N
 
     Returns a name of this pipeline that all ranks share.
     """
-    text = f"{type(problem).__name__}: {problem}" if problem is not None else ""
+    text = ""
+    if problem is not None:
+        text = f"{type(problem).__name__}: {problem}"
     per_rank = all_gather_objects((arguments, text, uuid.uuid4().hex), ps.world)
     if problem is not None:
         raise problem
@@ -48,7 +50,9 @@ def describe_arguments(
     if isinstance(schedule, Schedule):
         schedule_text = schedule.text()
     else:
-        schedule_text = schedule if isinstance(schedule, str) else "a function"
+        schedule_text = "a function"
+        if isinstance(schedule, str):
+            schedule_text = schedule
     asked = [
         f"schedule {schedule_text}",
         f"num_microbatches={microbatches}",
@@ -81,13 +85,18 @@ def resolve_schedule(
 
     # what this rank was given must be what the schedule places here
     local_stages = resolved.stages_of(ps.index("pp"))
-    given_stages = tuple(modules) if isinstance(stages, Mapping) else local_stages
+    if isinstance(stages, Mapping):
+        given_stages = tuple(modules)
+    else:
+        given_stages = local_stages
     if (
         resolved.ranks != ps.size("pp")
         or len(modules) != len(local_stages)
         or given_stages != local_stages
     ):
-        numbers = f" for stages {given_stages}" if given_stages != local_stages else ""
+        numbers = ""
+        if given_stages != local_stages:
+            numbers = f" for stages {given_stages}"
         raise ValueError(
             f"schedule {resolved.name!r} places {resolved.stages} stages on {resolved.ranks} ranks as "
             f"{resolved.placement}: pipeline rank {ps.index('pp')} of {ps.size('pp')} holds stages {local_stages}, "
@@ -134,7 +143,9 @@ def recompute_policies(recompute: str | Sequence[Any], stages: int) -> list[Any]
         )
     for policy in policies:
         if isinstance(policy, str) and policy not in POLICIES:
-            hint = "; Megatron's 'full' is 'layer' here" if policy == "full" else ""
+            hint = ""
+            if policy == "full":
+                hint = "; Megatron's 'full' is 'layer' here"
             raise ValueError(
                 f"recompute={policy!r} is none of the {len(POLICIES)} policies {', '.join(POLICIES)}, nor a list of "
                 f"names or classes of modules{hint}"
@@ -148,7 +159,9 @@ def refuse_nested_recompute(stage: int, module: nn.Module, policy: Any, schedule
     recomputes_regions = policy not in ("none", "stage")
     recomputes_stage = policy == "stage" or any(index == stage for index, _ in schedule.recomputed)
     if recomputes_stage and (recomputes_regions or has_regions(module)):
-        cause = f"recompute={policy!r}" if recomputes_regions else "apply_recompute"
+        cause = "apply_recompute"
+        if recomputes_regions:
+            cause = f"recompute={policy!r}"
         raise ValueError(
             f"stage {stage} is recomputed as a whole (an R of schedule {schedule.name!r}, or recompute='stage') and "
             f"in regions inside ({cause}), which would run 3 times; use one of the two"

@@ -193,7 +193,10 @@ class BatchWatch:
         self._steps += 1
         if self._group is None or self._has_warned or not is_watched_step(self._steps):
             return
-        leaves = pytree.tree_flatten_with_path(batch)[0] if batch is not None else []
+        if batch is not None:
+            leaves = pytree.tree_flatten_with_path(batch)[0]
+        else:
+            leaves = []
         self._fingerprints = {}
         for path, leaf in leaves:
             is_dense = (

@@ -89,7 +89,10 @@ def check_leaf(stage: int, leaf: Any) -> None:
     """Raise ValueError for what cannot be handed to the next stage, with the remedy."""
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided or leaf.is_nested:
-            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            if leaf.is_nested:
+                kind = "nested"
+            else:
+                kind = str(leaf.layout).removeprefix("torch.")
             raise ValueError(
                 f"stage {stage} returns a {kind} tensor, and only dense tensors go from stage to stage; return its "
                 "parts (values, offsets, ...) or a padded one, and make it again in the next stage"

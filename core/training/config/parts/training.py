@@ -97,7 +97,9 @@ class TrainingConfig:
             yield getattr(self, name) >= 0, f"{name}={getattr(self, name)} must not be negative"
         # activation checkpointing
         known = ("none", "selective", "layer", "stage")
-        megatron = "; what Megatron calls full is layer here" if self.recompute == "full" else ""
+        megatron = ""
+        if self.recompute == "full":
+            megatron = "; what Megatron calls full is layer here"
         yield (
             self.recompute in known,
             f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}",

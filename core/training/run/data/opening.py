@@ -41,7 +41,9 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         if data.tokenizer is None:
             tokenizer = tokenizer_of(first_file)
         else:
-            end_of_text = first_file.card.end_of_text if first_file.card is not None else None
+            end_of_text = None
+            if first_file.card is not None:
+                end_of_text = first_file.card.end_of_text
             tokenizer = load_tokenizer(data.tokenizer, end_of_text)
     else:
         # rank 0 alone prepares it: what it depends on (times of files, say) may differ from machine to machine

@@ -97,7 +97,10 @@ class EngineFace(nn.Module):
         self._in_backward = True
         try:
             # mixed precision with float16: the loss scale keeps small gradients above zero
-            scaled_loss = loss * scale.to(loss.dtype) if isinstance(scale, Tensor) else loss
+            if isinstance(scale, Tensor):
+                scaled_loss = loss * scale.to(loss.dtype)
+            else:
+                scaled_loss = loss
             scaled_loss.backward(retain_graph=retain_graph)
         finally:
             self._in_backward = False

@@ -121,7 +121,10 @@ def _leave(ps: ParallelState) -> None:
 def _refuse_swapped_arguments(model: Any, batches: Any) -> None:
     """Raise ValueError for a model that is a class, and for batches without the method that is called."""
     if model is not None and not isinstance(model, nn.Module | Mapping):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else repr(model)[:60]
+        if isinstance(model, type):
+            kind = f"the class {model.__name__}"
+        else:
+            kind = repr(model)[:60]
         raise ValueError(
             f"model is {kind}, 1 nn.Module is needed; write initialize(MyModel(), config=...)"
         )
@@ -193,7 +196,10 @@ def _stages(
     ps: ParallelState,
 ) -> Mapping[int, nn.Module]:
     if model is None:
-        tokens = corpus.tokenizer.vocab_size if corpus is not None else run.data.vocab_size
+        if corpus is not None:
+            tokens = corpus.tokenizer.vocab_size
+        else:
+            tokens = run.data.vocab_size
         return begin(run, tokens, ps, _say_on_first_rank(ps))
     dtype = None  # as it is
     if run.model.bf16:
