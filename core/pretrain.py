@@ -112,7 +112,8 @@ def _batch_of_step(
     """step -> this rank's rows; the executor is laid out for their number, where the batch grows."""
     batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
     to_device = local_batches(ps)
-    rank, replicas = ps.index("dp"), ps.size("dp")
+    rank = ps.index("dp")
+    replicas = ps.size("dp")
 
     def batch_of(step: int) -> Mapping[str, Tensor]:
         cut_as_planned(executor, checkpoints.plan, step, run.training, replicas)

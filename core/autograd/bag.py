@@ -64,7 +64,8 @@ class _CheckedThunk:
     """A thunk that compares how often its tensors were written, when it was made and when it runs."""
 
     def __init__(self, thunk: Thunk) -> None:
-        self.parameter, self._thunk = thunk.parameter, thunk
+        self.parameter = thunk.parameter
+        self._thunk = thunk
         self._versions = [t._version for t in thunk.tensors()]
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -95,7 +96,8 @@ class WeightGradBag:
 
     def __init__(self, *, checked: bool = False, compiled: bool = True, open: bool = True) -> None:
         self._thunks: list[Thunk] = []
-        self._checked, self.open = checked, open
+        self._checked = checked
+        self.open = open
         self.ticket = Ticket(self) if compiled else None
 
     def __len__(self) -> int:

@@ -25,7 +25,8 @@ class CompiledForward(LinearProxy):
 
     def __init__(self, module: nn.Module, name: str, *, backend: Any, may_break: bool) -> None:
         super().__init__(module)
-        self._name, self._may_break = name, may_break
+        self._name = name
+        self._may_break = may_break
         # the class's function and not a bound method: modules of one class share their graphs
         if self.replaced is None:
             forward = type(module).forward
@@ -59,7 +60,8 @@ class CompileHandle:
     """The layers that were compiled; `remove()` gives them their own forward back."""
 
     def __init__(self, names: list[str], forwards: list[CompiledForward]) -> None:
-        self.names, self._forwards = names, forwards
+        self.names = names
+        self._forwards = forwards
 
     def remove(self) -> None:
         """Undo: layers run as they are written."""

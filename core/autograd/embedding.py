@@ -28,7 +28,8 @@ def _add_rows(
 ) -> Tensor | None:
     """Sum dy into the table's rows: into `main_grad` or `.grad` (None is returned), else a new dense gradient."""
     rows = parameter.shape[0]
-    local_ids, gy = local_ids.reshape(-1), gy.reshape(-1, gy.shape[-1])
+    local_ids = local_ids.reshape(-1)
+    gy = gy.reshape(-1, gy.shape[-1])
     target = _sum_so_far(parameter) if past_autograd else None
     if target is None:
         if is_full_table:
@@ -43,7 +44,8 @@ def _add_rows(
 
 def _sum_so_far(parameter: Parameter) -> Tensor | None:
     """What rows may be added to in place: a few of them cost less than a dense gradient of the whole table."""
-    main_grad, grad = main_grad_of(parameter), parameter.grad
+    main_grad = main_grad_of(parameter)
+    grad = parameter.grad
     if main_grad is not None or grad is None or grad.layout is not torch.strided:
         return main_grad
     # in 16 bits a row that many tokens share would be rounded once for each of them
@@ -63,7 +65,8 @@ class _EmbeddingThunk:
         self.parameter = parameter
         self._local_ids = local_ids
         self._gy = gy
-        self._is_full_table, self._comm = is_full_table, comm
+        self._is_full_table = is_full_table
+        self._comm = comm
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self._local_ids, self._gy

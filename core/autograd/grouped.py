@@ -109,7 +109,8 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, counts: list[int], stage: StageContext
     ) -> Tensor:
-        matrices, device_type = weight.flatten(1, -2), x.device.type
+        matrices = weight.flatten(1, -2)
+        device_type = x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
             autocast_dtype = torch.get_autocast_dtype(device_type)
             x = x.to(autocast_dtype)
@@ -117,7 +118,9 @@ class _GroupedLinear(torch.autograd.Function):
         # of a frozen weight the input is not needed
         if ctx.needs_input_grad[1]:
             ctx.save_for_backward(x)
-        ctx.weight, ctx.counts, ctx.bag = weight, counts, stage.bag
+        ctx.weight = weight
+        ctx.counts = counts
+        ctx.bag = stage.bag
         ctx.region = recomputed_region.get()
         ctx.version = weight._version if ctx.needs_input_grad[0] else 0
         return multiply_groups(x, matrices.transpose(1, 2), counts)

@@ -51,7 +51,8 @@ class _DeferredLinear(torch.autograd.Function):
         # autocast knows no meta device, and leaves float64 alone
         if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
             autocast_dtype = torch.get_autocast_dtype(device_type)
-            x, matrix = x.to(autocast_dtype), matrix.to(autocast_dtype)
+            x = x.to(autocast_dtype)
+            matrix = matrix.to(autocast_dtype)
             if flat_bias is not None:
                 flat_bias = flat_bias.to(autocast_dtype)
         region = linears_of_region.get()
@@ -79,7 +80,9 @@ class _DeferredLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, comm, bag = ctx.weight, ctx.comm, ctx.bag
+        weight = ctx.weight
+        comm = ctx.comm
+        bag = ctx.bag
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         # without collectives the operations below are differentiable themselves
         if torch.is_grad_enabled() and comm is not NO_COMM:
@@ -168,7 +171,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, bag: Te
 @torch.library.custom_op("paracore::defer", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _defer(x: Tensor, gy: Tensor, weight: Tensor, parameter: Tensor, bag: Tensor) -> None:
     """Put a thunk with clones into the bag: the compiler reuses the memory of tensors that it no longer needs."""
-    owner, target_bag = object_of(parameter), object_of(bag)
+    owner = object_of(parameter)
+    target_bag = object_of(bag)
     if owner is None or owner.data_ptr() != weight.data_ptr():
         raise RuntimeError(
             f"a compiled linear lost its parameter of shape {list(weight.shape)}; compile again"

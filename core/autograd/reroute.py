@@ -103,7 +103,9 @@ class RerouteHandle:
     def __init__(
         self, names: list[str], proxies: list[_DeferringProxy], stage: StageContext
     ) -> None:
-        self.names, self._standins, self._stage = names, proxies, stage
+        self.names = names
+        self._standins = proxies
+        self._stage = stage
 
     def remove(self) -> None:
         """Undo; another stage that shares a module keeps it."""
@@ -135,7 +137,8 @@ def reroute(module: nn.Module, stage: StageContext) -> RerouteHandle:
         elif lowest is not None and lowest.replaced is None:
             # under a region
             proxy = proxy_class(child)
-            proxy.replaced, lowest.replaced = None, proxy.call
+            proxy.replaced = None
+            lowest.replaced = proxy.call
         elif "forward" not in child.__dict__:
             proxy = proxy_class(child)
             proxy.install()

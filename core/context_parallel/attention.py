@@ -20,7 +20,8 @@ class Exchange:
     """How the context ranks of `ps` see each other's keys; at cp 1 there is nothing to exchange."""
 
     def __init__(self, ps: ParallelState) -> None:
-        self._ps, self.rows = ps, ContextRows.of_state(ps)
+        self._ps = ps
+        self.rows = ContextRows.of_state(ps)
         self.heads: Group | None = ps.group("ulysses")
         self._travels = self.rows.ring > 1 and ps.config.cp_comm_type in ("p2p", "a2a+p2p")
         self._group = ps.group("cp") if self.rows.ring > 1 else None
@@ -89,7 +90,8 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise no_second_derivative("attention over context ranks")
-        exchange, (*kept, logsumexp) = ctx.exchange, ctx.saved_tensors
+        exchange = ctx.exchange
+        *kept, logsumexp = ctx.saved_tensors
         heads = exchange.heads
         if ctx.by_heads:
             (grad,) = to_heads((grad,), heads)

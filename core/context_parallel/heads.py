@@ -9,7 +9,10 @@ from core.parallel_state.collectives import Group, all_to_all
 
 def to_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     """[b, a, n, d] each, of this rank's n rows -> [b, a/u, u n, d], of all u ranks' rows in rank order."""
-    u, by_rank, found, first = group.size, [], [], 0
+    u = group.size
+    by_rank = []
+    found = []
+    first = 0
     for x in tensors:
         b, a, n, d = x.shape
         by_rank.append(x.reshape(b, u, a // u, n, d).movedim(1, 0))
@@ -24,7 +27,10 @@ def to_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
 
 def from_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     """The way back: [b, a/u, u n, d] each -> [b, a, n, d]."""
-    u, by_rank, found, first = group.size, [], [], 0
+    u = group.size
+    by_rank = []
+    found = []
+    first = 0
     for x in tensors:
         b, heads, rows, d = x.shape
         by_rank.append(x.reshape(b, heads, u, rows // u, d).movedim(2, 0))

@@ -63,7 +63,8 @@ def plain_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, as `attend_backward`; the scores exist in full."""
     scores = _scores(q, k, causal, bias, scale)
-    shape, compute = (*scores.shape[:4], q.shape[3]), scores.dtype
+    shape = (*scores.shape[:4], q.shape[3])
+    compute = scores.dtype
     probabilities = (scores - logsumexp.reshape(scores.shape[:4])[..., None]).exp()
     grad = grad.to(compute).reshape(shape)
     out = out.to(compute).reshape(shape)
@@ -161,7 +162,8 @@ def _efficient_backward(
     logsumexp = torch.nn.functional.pad(logsumexp, (0, rows), value=torch.inf)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     k, v = _repeated(k, q), _repeated(v, q)
-    mask, wanted = _aligned(bias, q, k), [True, True, True, False]
+    mask = _aligned(bias, q, k)
+    wanted = [True, True, True, False]
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, mask, out, logsumexp, unused, unused, 0.0, wanted, causal, scale=scale
     )
@@ -241,7 +243,8 @@ def _both(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bias: Tensor | None
 ) -> list[Tensor]:
     forward, backward = kernel
-    scale, causal = q.shape[3] ** -0.5, bias is None
+    scale = q.shape[3] ** -0.5
+    causal = bias is None
     with torch.no_grad():
         out, logsumexp = forward(q, k, v, causal, bias, scale)
         gradients = backward(grad, q, k, v, out, logsumexp, causal, bias, scale)

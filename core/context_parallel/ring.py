@@ -42,7 +42,8 @@ class Passed:
 
 def forward(rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Output and logsumexp. cp - 1 messages of k and v each way."""
-    attended, held = Attended(rows, q), torch.stack((k, v))
+    attended = Attended(rows, q)
+    held = torch.stack((k, v))
     passed = Passed(held, ring)
     attended.add(rows.own, k, v)
     for block in rows.others:

@@ -91,7 +91,9 @@ class _Sums(Follower):
 
     def __init__(self, owner: RowSums, output: Tensor) -> None:
         super().__init__()
-        self._owner, self._count, self._compared = owner, 0, False
+        self._owner = owner
+        self._count = 0
+        self._compared = False
         # norm and mean of the sums' gradients; what all rows together weigh in the loss, if sums alone say so
         self._numbers = torch.zeros(3, dtype=torch.float64, device=output.device)
         # [b, s/cp]: else the rows' losses are the program's

@@ -28,7 +28,10 @@ class RowsOfRing:
     def __init__(
         self, size: int, rank: int, s: int, documents: Documents | None, scale: float
     ) -> None:
-        self.size, self.rank, self.s, self.scale = size, rank, s, scale
+        self.size = size
+        self.rank = rank
+        self.s = s
+        self.scale = scale
         self.documents = documents
         self.own, *self.others = blocks(size, rank, s // size)
 
@@ -84,7 +87,8 @@ class Attended:
         """k, v [b, g, n, d]: all rows of the block's source."""
         rows, q = self._rows, self._q
         for piece in rows.pieces(block):
-            queries, keys = piece.queries, piece.keys
+            queries = piece.queries
+            keys = piece.keys
             bias = rows.bias(block, piece, q) if piece.masked else None
             part = q[:, :, queries], k[:, :, keys], v[:, :, keys]
             out, logsumexp = attend(*part, causal=piece.causal, bias=bias, scale=rows.scale)
@@ -120,7 +124,8 @@ class Gradients:
 
     def add(self, block: AttentionBlock, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """-> gradients of the block's keys and values, [b, g, keys of the block, d]; k, v: all rows of its source."""
-        rows, own = self._rows, block is self._rows.own
+        rows = self._rows
+        own = block is self._rows.own
         found = rows.pieces(block)
         sums: tuple[Tensor, Tensor] | None = None
         if len(found) != 1 or len(range(*found[0].keys.indices(k.shape[2]))) != len(block.keys):
@@ -129,7 +134,8 @@ class Gradients:
             sums = k.new_zeros(shape, dtype=wide(k.dtype)), v.new_zeros(shape, dtype=wide(v.dtype))
         dk = dv = k.new_zeros(())
         for piece in found:
-            queries, keys = piece.queries, piece.keys
+            queries = piece.queries
+            keys = piece.keys
             bias = rows.bias(block, piece, self._q) if piece.masked else None
             part = self._grad[:, :, queries], self._q[:, :, queries], k[:, :, keys], v[:, :, keys]
             merged = self._out[:, :, queries], self._logsumexp[:, :, queries]

@@ -152,7 +152,8 @@ class Agreement:
         self._differed |= differs
         if step % READ_EVERY:
             return False
-        before, self._flag = self._flag, HostCopy(self._differed.any())
+        before = self._flag
+        self._flag = HostCopy(self._differed.any())
         return before is not None and bool(before.read())
 
     # before a read of p.grad, or a step of torch's optimizer

@@ -89,7 +89,9 @@ class DataParallel(GradSync):
     ) -> None:
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={zero_stage} is unknown; use 0, 1, 2 or 3")
-        self.module, self.ps, self.zero_stage = module, ps, zero_stage
+        self.module = module
+        self.ps = ps
+        self.zero_stage = zero_stage
         self.backward_passes = backward_passes
         self.require_gradients = require_gradients
         on_meta = allocate_from_meta(module, ps)
@@ -119,7 +121,8 @@ class DataParallel(GradSync):
         self._unused: list[str] = []
         self.missing: list[str] = []
         self.averaged = False
-        self._steps, self._check_every = 0, check_replicas_every
+        self._steps = 0
+        self._check_every = check_replicas_every
         self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
         self.agreement = Agreement(ps, self.buffers, len(slots))
         self._watch = UpdateWatch(

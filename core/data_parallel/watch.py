@@ -41,7 +41,8 @@ class UpdateWatch:
         self._agreement = agreement
         self._buffers = buffers
         self._stages = stages
-        self._slots, self._take_weights = slots, take_weights
+        self._slots = slots
+        self._take_weights = take_weights
         self._forwards, self._optimizer_steps = 0, 0
         # of the agreement, at the last forward and at the last look
         self._meetings = self._meetings_at_look = 0
@@ -93,7 +94,9 @@ class UpdateWatch:
         # ours meet with the gradient norm
         if hasattr(optimizer, "shard"):
             return
-        sums, slots, outside = self._slots[0].sums, [], []
+        sums = self._slots[0].sums
+        slots = []
+        outside = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slot = slot_of(parameter)
@@ -103,7 +106,9 @@ class UpdateWatch:
                     slots.append(slot)
         if not slots:
             return
-        changes, missing, summed = 0.0, [], None
+        changes = 0.0
+        missing = []
+        summed = None
         for position, slot in enumerate(slots):
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = slot.parameter.grad
@@ -157,7 +162,8 @@ class UpdateWatch:
         for slot in missing:
             word, bit = divmod(number_of[slot], BITS)
             if any(not other[word] >> bit & 1 for other in missing_everywhere) and slot.sums.phase:
-                slot.shown, slot.parameter.grad = True, slot.gradient
+                slot.shown = True
+                slot.parameter.grad = slot.gradient
 
     # updates by hand
 
@@ -173,7 +179,8 @@ class UpdateWatch:
         versions = sum([buffer.versions for buffer in self._buffers])
         met = agreement.meetings
         written = versions != self._versions and met == self._meetings and self._forwards > 1
-        self._versions, self._meetings = versions, met
+        self._versions = versions
+        self._meetings = met
         if not self._forwards & (self._forwards - 1) and not written:
             written = self._look_at_values()
         if written and not self._slots[0].sums.has_executor:

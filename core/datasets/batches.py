@@ -51,7 +51,8 @@ class GPTBatches:
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         """Every rule is one (holds, message) line, so that all failures are reported at once."""
-        s, n = self.sequence_length, self.token_file.num_tokens
+        s = self.sequence_length
+        n = self.token_file.num_tokens
         yield s > 0, f"sequence_length={s} must be positive"
         yield (
             s < n or (self.allow_short and n > 1),

@@ -57,7 +57,9 @@ class ConversationBatches(GPTBatches):
     @cached_property
     def _first_documents(self) -> list[int]:
         """The first conversation of each row, and their number."""
-        s, firsts, room = self.sequence_length, [], 0
+        s = self.sequence_length
+        firsts = []
+        room = 0
         for number, length in enumerate(np.minimum(self._lengths, s).tolist()):
             if length > room:
                 firsts.append(number)

@@ -81,7 +81,8 @@ def _sample(file: TokenFile, count: int) -> str | None:
 
 def text(values: dict[str, Any]) -> str:
     """`facts` as lines for people."""
-    documents, tokens = values["document_tokens"], values["tokens"]
+    documents = values["document_tokens"]
+    tokens = values["tokens"]
     lines = {
         "documents": f"{values['documents']:,} in {values['sequences']:,} sequences",
         "tokens": f"{tokens:,} of {values['dtype']}",

@@ -60,7 +60,8 @@ class TokenRange:
     last_token: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        first, last = self.first_document, self.last_document
+        first = self.first_document
+        last = self.last_document
         if not 0 <= first <= last <= self.file.num_documents:
             raise ValueError(
                 f"documents {first} to {last} of {self.file.prefix}, which has {self.file.num_documents}"
@@ -116,7 +117,8 @@ class TokenRange:
 def first_documents(source: TokenSource, num_tokens: int) -> TokenRange:
     """As many whole documents from the beginning of a text as have at most `num_tokens` tokens, at least one."""
     if isinstance(source, TokenRange):
-        file, first = source.file, source.first_document
+        file = source.file
+        first = source.first_document
     else:
         assert isinstance(source, TokenFile)
         file, first = source, 0

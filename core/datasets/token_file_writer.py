@@ -241,7 +241,8 @@ class TokenFileWriter:
             lengths = np.frombuffer(self._lengths, "i4")
         else:
             lengths = np.zeros(0, "i4")
-        count, digest = lengths.size, hashlib.sha256()
+        count = lengths.size
+        digest = hashlib.sha256()
         with path.open("wb") as file:
 
             def put(content: bytes) -> None:

@@ -116,7 +116,8 @@ def _reshard(options: argparse.Namespace) -> int:
     check_layout({key: stored.info(key) for key in stored.keys}, tp, pp)
     if options.per_rank:
         return _write_per_rank(stored, options.destination, tp, pp)
-    begin, layout = time.perf_counter(), f"tp={tp} pp={pp}"
+    begin = time.perf_counter()
+    layout = f"tp={tp} pp={pp}"
     # is a copy worth it: bytes read over bytes needed, with the cells of today and with new ones
     metadata = cut_for(stored, tp)
     before, after = (amplification(stored, cut, tp, pp) for cut in (stored.metadata, metadata))
@@ -191,7 +192,8 @@ def _import(options: argparse.Namespace) -> int:
     # before hours of reading
     check_new(options.destination)
     imported = plan(options.source)
-    metadata, nbytes = imported.metadata, imported.nbytes
+    metadata = imported.metadata
+    nbytes = imported.nbytes
     with progress("importing", nbytes) as done:
         cells = imported.cells(metadata, done)
         write_offline(

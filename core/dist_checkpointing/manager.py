@@ -181,7 +181,8 @@ class CheckpointManager:
         save_plan = self._saver.prepare(state, self._obstacle())
         job = self._saver.job(step_name(step), save_plan, manifest_metrics)
         stats = SaveStats(bytes=self._slab_bytes(save_plan))
-        ps, beside = self.ps, list[CopyBesideStep]()
+        ps = self.ps
+        beside = list[CopyBesideStep]()
 
         def start() -> None:
             self._program().start(stats.bytes)
@@ -232,7 +233,8 @@ class CheckpointManager:
     def _finish_copy(self) -> None:
         """Block until the last `save_async` has copied everything and handed it over, or failed."""
         if self._copy is not None:
-            copy, self._copy = self._copy, None
+            copy = self._copy
+            self._copy = None
             problem = problem_of(copy.wait)
             # nothing was handed over to the writer: this save is over
             if problem is not None:
@@ -304,7 +306,8 @@ class CheckpointManager:
     def _end_save(self, error: str | None) -> None:
         """The save under way has ended; after a failure the other ranks' writers, which may wait, end it too."""
         assert self._handle is not None
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._handle = None
         if error is not None:
             self._failure = f"the save of step {handle.step} failed: {error}"
             # the temporary may be gone
@@ -323,7 +326,8 @@ class CheckpointManager:
         return failure
 
     def _take_failure(self) -> str | None:
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         return failure
 
     def _raise_failure(self) -> None:

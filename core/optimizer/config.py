@@ -122,7 +122,8 @@ class OptimizerConfig:
                 f"lr_schedule={self.lr_schedule} has its own fields and takes 0 lr_schedule_options, "
                 f"{len(self.lr_schedule_options)} given ({', '.join(self.lr_schedule_options)}); leave them out",
             )
-        share, decay = self.lr_warmup_fraction, self.lr_decay_steps
+        share = self.lr_warmup_fraction
+        decay = self.lr_decay_steps
         yield 0 <= share < 1, f"lr_warmup_fraction={share} must be at least 0 and below 1"
         yield (
             not share

@@ -70,7 +70,9 @@ class ShardedOptimizer(SavedStates):
         offload: Offload | None = None,
         groups: GroupOptions = (),
     ) -> None:
-        self.shard, self.ps, self.config = shard, shard.ps, config
+        self.shard = shard
+        self.ps = shard.ps
+        self.config = config
         self.step_count = 0
         self._gradients_used = False
         device = self.ps.device
@@ -175,7 +177,8 @@ class ShardedOptimizer(SavedStates):
         Raises ValueError: a second step on the same gradients. RuntimeError: see `max_skipped_steps`.
         """
         if callable(num_tokens):
-            closure, num_tokens = num_tokens, None
+            closure = num_tokens
+            num_tokens = None
         with torch.enable_grad():
             loss = None if closure is None else closure()
         stats = self._one_step(num_tokens, loss_scale)
@@ -206,7 +209,8 @@ class ShardedOptimizer(SavedStates):
         if self._scaler is not None and loss_scale is None:
             loss_scale = self._scaler.divisor()
         divisor = self._number(shard.default_divisor if num_tokens is None else num_tokens)
-        replicas, all_replicas = shard.replicas, self.ps.size("dp-cp")
+        replicas = shard.replicas
+        all_replicas = self.ps.size("dp-cp")
         # somebody's read of p.grad has averaged them already
         if num_tokens is not None and replicas != all_replicas:
             divisor = divisor * (replicas / all_replicas)

@@ -89,7 +89,8 @@ def bf16_slowdown(device: torch.device) -> float:
         return 1.0
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
-        x, times = torch.ones(256, 256, dtype=dtype), []
+        x = torch.ones(256, 256, dtype=dtype)
+        times = []
         for _ in range(3):
             begin = perf_counter()
             torch.mm(x, x)

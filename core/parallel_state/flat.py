@@ -73,8 +73,10 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         return [()]
     # Rows of the first dim: the first and the last may be cut, those between are one box.
     row = prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    head, tail = start - first * row, stop - last * row
+    first = start // row
+    last = (stop - 1) // row
+    head = start - first * row
+    tail = stop - last * row
     if first == last and (head or tail < row):  # inside one row
         return [((first, first + 1), *box) for box in flat_boxes(shape[1:], head, tail)]
     boxes: list[Box] = []
@@ -211,7 +213,8 @@ def _bucket(members: list[Entry], ranks: int) -> Bucket:
     for entry in sorted(members, key=lambda entry: entry.size % PART_ALIGN != 0):
         slots.append(Slot(entry.name, offset, offset + entry.size))
         offset += entry.size
-    first, step = members[0], ranks * PART_ALIGN
+    first = members[0]
+    step = ranks * PART_ALIGN
     unit = "" if first.vector else first.unit
     # parameters without elements have a bucket too
     size = -(-offset // step) * step or step

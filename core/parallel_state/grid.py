@@ -69,7 +69,8 @@ class Grid:
 
     def _stage_ranks(self, stage: int) -> Sequence[int]:
         """Every rank of a pipeline stage, ascending; their order is the expert view's."""
-        first, stride = stage * self._strides["pp"], self._strides["pp"]
+        first = stage * self._strides["pp"]
+        stride = self._strides["pp"]
         if self.config.order[0] == "pp":
             return range(first, first + stride)
         world = range(self.config.world_size)
@@ -83,7 +84,8 @@ class Grid:
             first -= rank // self._strides[axis] % self.sizes[axis] * self._strides[axis]
         ranks = [first]
         for axis in axes:
-            stride, size = self._strides[axis], self.sizes[axis]
+            stride = self._strides[axis]
+            size = self.sizes[axis]
             ranks = [member + position * stride for member in ranks for position in range(size)]
         return tuple(sorted(ranks))
 

@@ -94,7 +94,8 @@ def _row_segments(
     layout: Layout, box: tuple[slice, ...], target: Tensor
 ) -> Iterator[tuple[int, int, Tensor]]:
     """(first global row, rows, local view [rows, columns]) of each run of rows that is contiguous globally."""
-    shape, row_slices = layout.shape[:-1], box[:-1]
+    shape = layout.shape[:-1]
+    row_slices = box[:-1]
     if not row_slices:
         yield 0, 1, target[None]
         return

@@ -206,8 +206,10 @@ def _search(options: argparse.Namespace, costs: Costs) -> Schedule:
 
 
 def _run(options: argparse.Namespace) -> None:
-    costs, limit = parse_costs(options.costs), options.memory_limit
-    ranks, microbatches = options.stages, options.microbatches
+    costs = parse_costs(options.costs)
+    limit = options.memory_limit
+    ranks = options.stages
+    microbatches = options.microbatches
 
     def outcome_of(schedule: Schedule) -> Simulation:
         return simulate(

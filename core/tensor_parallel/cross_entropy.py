@@ -169,7 +169,8 @@ class _CrossEntropy(torch.autograd.Function):
                 "vocab_parallel_cross_entropy overwrote its buffer: backward works once per forward"
             )
         local_label, is_local, probability_factor, counted = ctx.saved_tensors
-        grad_logits, ctx.exponentials = ctx.exponentials, None
+        grad_logits = ctx.exponentials
+        ctx.exponentials = None
         grad_loss = gradient.reshape(-1).to(probability_factor.dtype)
         _scale_rows(grad_logits, (probability_factor * grad_loss)[:, None])
         if ctx.smoothing:

@@ -56,7 +56,8 @@ class VocabParallelEmbedding(PlacedModule):
         )
         self.first = place.rank * self.weight.shape[0]
         self.is_full_table = place.group is None
-        self.stage, self.comm = place.stage, place.row_comm()
+        self.stage = place.stage
+        self.comm = place.row_comm()
         self.place_in(place.own_modules)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -126,7 +126,8 @@ class _ScatterSequence(torch.autograd.Function):
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, to_tensor_region: bool) -> Tensor:
-        ctx.group, ctx.partial = group, to_tensor_region
+        ctx.group = group
+        ctx.partial = to_tensor_region
         return all_gather(x, group)
 
     @staticmethod
@@ -304,7 +305,8 @@ def full_tensor(
     full = parameter
     # on one dim the first named axis is outermost
     for axis, dim in reversed(list(layout.split.items())):
-        moved, group = full.transpose(dim, -1), ps.group(axis)
+        moved = full.transpose(dim, -1)
+        group = ps.group(axis)
         if axis == "ep" and group is not None:
             whole = _GatherExperts.apply(moved, parameter, group, ps.size("tp"))
         else:
@@ -331,7 +333,8 @@ def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:
 
 class _SumGradientHook:
     def __init__(self, parameter: Parameter, group: Group) -> None:
-        self._parameter, self._group = parameter, group
+        self._parameter = parameter
+        self._group = group
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         if has_main_grad(self._parameter):

@@ -32,7 +32,8 @@ class OwnModules:
     """The layers of one placement over `group` whose outermost module is not known yet."""
 
     def __init__(self, group: Group, *, splits_sequence: bool) -> None:
-        self._group, self._splits_sequence = group, splits_sequence
+        self._group = group
+        self._splits_sequence = splits_sequence
         self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # initial values by hand
         self._by_hand: ByHand | None = None
@@ -147,7 +148,8 @@ class _Before:
     """A forward pre-hook of the outermost module; a copy of it watches the copied module anew."""
 
     def __init__(self, group: Group | None, splits_sequence: bool) -> None:
-        self._group, self._splits_sequence = group, splits_sequence
+        self._group = group
+        self._splits_sequence = splits_sequence
         self.watch = SplitWatch(group, warns_of_hooks=False) if group is not None else None
         self._activations = SplitActivations(group) if group is not None else None
         self._forwards = 0

@@ -108,7 +108,8 @@ class Placement:
     @torch.no_grad()
     def _draw(self, parameter: Parameter, layout: Layout, init: Init) -> None:
         """Fill this rank's part of a tensor that every rank draws in full, on the CPU: equal on every device."""
-        coordinate, sizes = {"tp": self.rank}, {"tp": self.tp}
+        coordinate = {"tp": self.rank}
+        sizes = {"tp": self.tp}
         parameter.zero_()  # padded rows stay 0
         target = true_part(parameter, layout, coordinate, sizes)
         if init.std == 0.0:

@@ -50,7 +50,8 @@ class SplitActivations(Follower):
 
     def __init__(self, group: Group, *, message: str = "") -> None:
         super().__init__()
-        self._group, self._message = group, message
+        self._group = group
+        self._message = message
         self._told: set[str] = set()
         self._calls = 0
         self._hooks: list[Any] = []
@@ -109,7 +110,8 @@ class SplitActivations(Follower):
             or torch._C._are_functorch_transforms_active()
         ):
             return
-        weight, split_dim = module.weight, module.split_output
+        weight = module.weight
+        split_dim = module.split_output
         if isinstance(output, Tensor) and isinstance(weight, Tensor) and isinstance(split_dim, int):
             self.mark(
                 output, split_axes.axes_of_columns(output.shape, weight.shape[:-1], split_dim)

@@ -185,7 +185,8 @@ class SplitWatch:
 
     def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
         mixes_shards = heard.kind == "sum" and self._mixes_shards(heard)
-        model_alive, kind = module(), (heard.kind, heard.of_gradient)
+        model_alive = module()
+        kind = (heard.kind, heard.of_gradient)
         if (
             model_alive is None
             or kind in self._warned_of

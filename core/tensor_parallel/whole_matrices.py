@@ -32,7 +32,8 @@ def watch_optimizers(model: nn.Module) -> None:
 
     Through torch's hook on every optimizer's step; it goes with the model.
     """
-    model_reference, warned = weakref.ref(model), False
+    model_reference = weakref.ref(model)
+    warned = False
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal warned

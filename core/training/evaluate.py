@@ -146,7 +146,8 @@ def _tokenizer_of_run(trained: Trained) -> str:
 
 def _fitted(loaded: Loaded, max_batches: int) -> RunConfig:
     """The run with a batch of a few microbatches per rank, where no flag says otherwise."""
-    run, training = loaded.run, loaded.run.training
+    run = loaded.run
+    training = loaded.run.training
     if loaded.origin["training.global_batch_size"] in ("default", "script"):
         data_ranks = max(1, started_processes() // run.parallel.model_ranks)
         rows = training.micro_batch_size * data_ranks * run.parallel.pipeline

@@ -211,7 +211,8 @@ class _Batch:
         """One more token for each text that is not complete: row -> token."""
         if all(text.is_complete for text in self._texts):
             return {}
-        logits, model = self._forward(), self._model
+        logits = self._forward()
+        model = self._model
         chosen = torch.zeros(len(self._texts), dtype=torch.int64, device=self._device)
         if logits is not None:
             if model.parallel_output:

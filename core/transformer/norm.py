@@ -55,7 +55,8 @@ class _RMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("the fused RMSNorm")
         x, weight, inverse_rms = ctx.saved_tensors
-        size, wide = x.shape[-1], inverse_rms.dtype
+        size = x.shape[-1]
+        wide = inverse_rms.dtype
         grad32 = grad.to(wide)
         # x / rms is computed again: keeping it would cost as much memory as the activation itself.
         normalized = x.to(wide) * inverse_rms
@@ -76,13 +77,15 @@ class _Norm(SpreadModule):
     def __init__(self, build: Build, size: int, *, over_heads: bool = False) -> None:
         super().__init__()
         place = build.place
-        self.shape, self.eps = (size,), build.config.layernorm_epsilon
+        self.shape = (size,)
+        self.eps = build.config.layernorm_epsilon
         partial = frozenset({"tp"}) if over_heads else place.sequence_partial
         self.group = place.group if partial else None
         self.zero_centered = build.config.layernorm_zero_centered_gamma
         init = Init(mean=0.0 if self.zero_centered else 1.0)
         self.weight = place.parameter(Layout((size,), partial=partial), init)
-        self.partial, self.place = partial, place
+        self.partial = partial
+        self.place = place
 
     def scale(self) -> Tensor:
         """What normalised values are multiplied by: the weight, or 1 + weight in float32 at least."""
@@ -180,7 +183,8 @@ class AllHeadsRMSNorm(SpreadModule):
 
     def __init__(self, build: Build, heads: int) -> None:
         super().__init__()
-        place, config = build.place, build.config
+        place = build.place
+        config = build.config
         self.size = heads * config.head_size
         self.head_size = config.head_size
         self.eps = config.layernorm_epsilon

@@ -51,7 +51,8 @@ def scaled_frequencies(frequencies: Tensor, scaling: RotaryScaling | None) -> Te
     assert scaling.kind == "llama3", scaling.kind
     # 1 where a wavelength fits often into the original length (unchanged), 0 where it hardly does (slowed down)
     wavelengths_in_original = scaling.original_max_position_embeddings * frequencies / (2 * pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     unchanged_share = ((wavelengths_in_original - low) / (high - low)).clamp(0, 1)
     return unchanged_share * frequencies + (1 - unchanged_share) * slowed
 

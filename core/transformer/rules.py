@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:
     """(holds, message) for every fact of `config` that a layout of `parallel` divides."""
-    tp, pp = parallel.tensor, parallel.pipeline
-    heads, groups = config.num_attention_heads, config.groups
+    tp = parallel.tensor
+    pp = parallel.pipeline
+    heads = config.num_attention_heads
+    groups = config.groups
     yield _divides("num_attention_heads", heads, tp, heads)
     yield _divides("num_query_groups", groups, tp, groups)
     # experts are whole on each tensor rank

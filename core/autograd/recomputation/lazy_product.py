@@ -158,7 +158,8 @@ class LazyProduct(Tensor):
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         lazies = [leaf for leaf in leaves if isinstance(leaf, LazyProduct)]
-        state, packet = lazies[0]._linears, func.overloadpacket
+        state = lazies[0]._linears
+        packet = func.overloadpacket
         if state.in_second_run and all(make_lazy._compute is not None for make_lazy in lazies):
             if packet in _POSTPONED and kwargs.get("device") is None:
                 return _postpone(func, leaves, spec, lazies[0])

@@ -70,7 +70,8 @@ class StateBefore:
         buffers: Sequence[_BufferBefore] = (),
         all_attributes: Sequence[tuple[nn.Module, dict[str, Any]]] = (),
     ) -> None:
-        self.buffers, self.all_attributes = buffers, all_attributes
+        self.buffers = buffers
+        self.all_attributes = all_attributes
         self.attributes: list[tuple[nn.Module, str, Any]] = []
         self.leaks_tensors = False
 

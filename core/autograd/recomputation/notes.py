@@ -40,7 +40,9 @@ class Notes:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Around the forward whose results are noted; a region inside a second run reads from the outer one."""
-        self._noted, self._next, self._outer = [], None, _current.get()
+        self._noted = []
+        self._next = None
+        self._outer = _current.get()
         self._noted_activations = False
         # what the outer one noted is read here, not made
         if self._outer is not None:

@@ -25,7 +25,8 @@ class _RecomputedForward(LinearProxy):
         self, module: nn.Module, stage: StageContext | None, *, keeps_activations: bool
     ) -> None:
         super().__init__(module)
-        self.stage, self.history = stage, RegionHistory()
+        self.stage = stage
+        self.history = RegionHistory()
         self.history.keeps_activations = keeps_activations
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,7 +54,8 @@ class RecomputeHandle:
     """The regions of a module that a policy wrapped; `remove()` gives them their own forward back."""
 
     def __init__(self, names: list[str], forwards: list[_RecomputedForward]) -> None:
-        self.names, self._forwards = names, forwards
+        self.names = names
+        self._forwards = forwards
 
     def remove(self) -> None:
         """Undo: activations are kept again."""

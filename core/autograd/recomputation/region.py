@@ -84,7 +84,8 @@ class _Recompute(torch.autograd.Function):
         inputs = tensors[: region.count]
         # An output may be an input, a parameter or somebody's buffer: as an alias, those keep their own history.
         results = tuple(out.detach() for out in region.call_first(inputs))
-        ctx.region, ctx.parameters = region, tensors[region.count :]
+        ctx.region = region
+        ctx.parameters = tensors[region.count :]
         # an unused output gives no gradient, not zeros
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
@@ -184,7 +185,8 @@ def run_region(
     region.remember(parameters)
     region.history = history
     region.notes.keeps_activations = history.keeps_activations
-    tensors, region.tensors = region.tensors, []
+    tensors = region.tensors
+    region.tensors = []
     if history.leaks_tensors is None and history.state.scripted:
         history.leaks_tensors = False
     if (

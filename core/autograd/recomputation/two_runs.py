@@ -63,7 +63,9 @@ class Region:
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict, stage: StageContext | None) -> None:
         leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        self.fn, self.stage, self.notes = fn, stage, Notes()
+        self.fn = fn
+        self.stage = stage
+        self.notes = Notes()
         # a tensor passed twice stays one tensor in the second run (attention asks `query is key`)
         index_of: dict[int, int] = {}
         # of each leaf; None of a constant
@@ -81,7 +83,8 @@ class Region:
             self.tensor_indices.append(index_of[id(leaf)])
             self.constants.append(None)
         self.count = len(self.tensors)
-        self.history, self.linears = RegionHistory(), RegionLinears()
+        self.history = RegionHistory()
+        self.linears = RegionLinears()
         # its own; one inside `fn` is another
         self.in_backward = False
         # of each result, whether it wants no gradient
@@ -97,7 +100,8 @@ class Region:
         self.device = next((t.device for t in tensors if t.device.type != "cpu"), cpu)
         # bag, seed, step and microbatch: dropout draws the same mask in the second run
         self.snapshot = self.stage.snapshot() if self.stage is not None else None
-        self.random, self.draws = random_state(self.device), True
+        self.random = random_state(self.device)
+        self.draws = True
         # what our dropout reads, which draws nothing
         self.seed = torch.default_generator.initial_seed()
         self.autocast = Autocast(self.device)

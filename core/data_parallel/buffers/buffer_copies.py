@@ -24,7 +24,8 @@ class BufferCopies:
     """
 
     def __init__(self, stages: Sequence[nn.Module], ps: ParallelState) -> None:
-        self._group, self._stages = ps.group("dp-cp"), stages
+        self._group = ps.group("dp-cp")
+        self._stages = stages
         # (key, module, name) of every dense buffer
         self._watched: list[tuple[Key, nn.Module, str]] = []
         for number, stage in enumerate(stages):

@@ -63,7 +63,9 @@ class Buffer(Weights):
         grad_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        self.number, self.bucket, self.ps = number, bucket, ps
+        self.number = number
+        self.bucket = bucket
+        self.ps = ps
         self.parameters = [parameters[slot.name] for slot in bucket.slots]
         is_dense = bucket.group == "dp-cp"
         self.ranks: Group | None = ps.group("shard" if is_dense else bucket.group)
@@ -197,7 +199,8 @@ class Buffer(Weights):
         """Wait for this rank's shard of the sum; stages 2, 3: add it to `gradients` and free the full gradients."""
         if self._summing is None:
             return
-        pending, self._summing = self._summing, None
+        pending = self._summing
+        self._summing = None
         shard_sum = pending.wait()
         if self.stage >= 2:
             self.gradients.copy_(shard_sum) if self._first_sum else self.gradients.add_(shard_sum)
@@ -254,7 +257,8 @@ class Buffer(Weights):
         first, last = self.updated_interval
         inside = []
         for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
-            start, stop = max(first, slot.start), min(last, slot.stop)
+            start = max(first, slot.start)
+            stop = min(last, slot.stop)
             if start < stop:
                 interval = start - slot.start, stop - slot.start
                 inside.append(

@@ -192,7 +192,8 @@ class BucketGradient(Tensor):
         gradient = Tensor._make_wrapper_subclass(
             cls, tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device
         )
-        gradient._slot, gradient.step = weakref.ref(slot), slot.step
+        gradient._slot = weakref.ref(slot)
+        gradient.step = slot.step
         return gradient
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -345,7 +346,8 @@ def fetch_all(slots: Iterable[ParameterSlot]) -> None:
     flat_of: dict[int, Tensor] = {}
     for slot in slots:
         if slot.fetched is None:
-            buffer, parameter = slot.buffer, slot.parameter
+            buffer = slot.buffer
+            parameter = slot.parameter
             if buffer.number not in flat_of:
                 divided = slot.divided_now
                 if divided:
@@ -361,7 +363,8 @@ def local_gradient_of(slot: ParameterSlot) -> Tensor:
     """The live elements of the gradient that this rank updates: 1-D, none if they lie with other ranks."""
     lies_at = slot.buffer.bucket.slots[slot.index]
     begin, end = slot.buffer.updated_interval
-    first, last = max(begin, lies_at.start), min(end, lies_at.stop)
+    first = max(begin, lies_at.start)
+    last = min(end, lies_at.stop)
     return slot.buffer.gradients[first - begin : max(first, last) - begin]
 
 
@@ -376,7 +379,8 @@ def store_gradient(slot: ParameterSlot, full: Tensor, factor: float) -> None:
     """Write this rank's elements of a full gradient, times `factor`, where the step takes them."""
     lies_at = slot.buffer.bucket.slots[slot.index]
     begin, end = slot.buffer.updated_interval
-    first, last = max(begin, lies_at.start), min(end, lies_at.stop)
+    first = max(begin, lies_at.start)
+    last = min(end, lies_at.stop)
     if first < last:
         elements = full.detach().reshape(-1)[first - lies_at.start : last - lies_at.start]
         local_gradient_of(slot).copy_(elements.to(slot.buffer.grad_dtype) * factor)

@@ -26,7 +26,8 @@ class Round:
     def __init__(self, buffers: Sequence[Buffer], sums_under_way: list[Buffer]) -> None:
         split_order = sorted(reversed(buffers), key=lambda buffer: buffer.bucket.vector)
         self._orders = {False: list(buffers), True: split_order}
-        self._under_way, self.open = sums_under_way, False
+        self._under_way = sums_under_way
+        self.open = False
         self._missing_parameters: dict[Buffer, int] = {}
         self._with_started_sum: set[Buffer] = set()
         self.buffers = self._orders[False]

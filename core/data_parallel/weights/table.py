@@ -110,7 +110,8 @@ def entries_of(modules: Modules, stages: Mapping[int, Members]) -> list[Entry]:
     entries: dict[str, Entry] = {}
     for number, stage in stages.items():
         for parameter in stage.parameters:
-            name, layout = names[parameter], layout_of(parameter)
+            name = names[parameter]
+            layout = layout_of(parameter)
             entries.setdefault(
                 name,
                 Entry(

@@ -43,7 +43,8 @@ class Storage:
     """A flat tensor whose memory comes and goes, while views of it stay what they are."""
 
     def __init__(self, flat: Tensor) -> None:
-        self.flat, self._bytes = flat, flat.untyped_storage().nbytes()
+        self.flat = flat
+        self._bytes = flat.untyped_storage().nbytes()
 
     @property
     def has_memory(self) -> bool:
@@ -147,7 +148,8 @@ class Weights:
             return
         slot = self.bucket.slots[index]
         first, last = self.updated_interval
-        start, stop = max(first, slot.start), min(last, slot.stop)
+        start = max(first, slot.start)
+        stop = min(last, slot.stop)
         if start < stop:
             elements = full.reshape(-1)[start - slot.start : stop - slot.start]
             self.weights[start - first : stop - first].copy_(elements)
@@ -305,5 +307,6 @@ class Weights:
     def wait(self) -> None:
         """Wait for the gather that is under way."""
         if self._gathering is not None:
-            pending, self._gathering = self._gathering, None
+            pending = self._gathering
+            self._gathering = None
             pending.wait()

@@ -112,7 +112,8 @@ def _prepare(
     lock_name = _lock_name(prefix)
     lock = take_lock(lock_name)
     try:
-        name, megabytes = text.inputs[0], text.num_bytes / 1e6
+        name = text.inputs[0]
+        megabytes = text.num_bytes / 1e6
         say(f"preparing {name} ({len(text.sources):,} files, {megabytes:.1f} MB) as {prefix}, once")
         folder = None
         if tokenizer_file is not None:

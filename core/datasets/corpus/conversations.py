@@ -130,7 +130,8 @@ class ConversationEncoder:
     """Rows as tokens. folder: where the chat template lies; it is read at the first row of messages."""
 
     def __init__(self, tokenizer: AnyTokenizer, folder: Path | None) -> None:
-        self._tokenizer, self._folder = tokenizer, folder
+        self._tokenizer = tokenizer
+        self._folder = folder
         self._template: ChatTemplate | None = None
 
     def encode(self, row: Any) -> Conversation:

@@ -104,7 +104,8 @@ class _Unpacked(io.RawIOBase):
     """What a reader unpacks. It ends where the packed file is damaged, and `damage` is the library's error then."""
 
     def __init__(self, reader: Any, *errors: type[Exception]) -> None:
-        self._reader, self._errors = reader, errors
+        self._reader = reader
+        self._errors = errors
         self.damage: Exception | None = None
 
     def readable(self) -> bool:
@@ -157,7 +158,8 @@ def _text(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterato
             content = content.removeprefix(codecs.BOM_UTF8)
             is_beginning = False
         position = raw.tell()
-        size, previous_position = position - previous_position, position
+        size = position - previous_position
+        previous_position = position
         if reason := _unreadable(content):
             skipped[reason] += 1
             continue

@@ -136,7 +136,8 @@ class _SourceSearch:
         """The source that the file is, if it is one."""
         try:
             stat = path.stat()
-            size, regular = stat.st_size, S_ISREG(stat.st_mode)
+            size = stat.st_size
+            regular = S_ISREG(stat.st_mode)
         except OSError:
             # a dangling link, for one; reading it will say so
             size, regular = 0, True

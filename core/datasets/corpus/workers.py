@@ -70,7 +70,8 @@ class _WorkerPool:
     """Processes that have one job at a time each, so that neither side can wait for the other to read."""
 
     def __init__(self, encoder: Encoder, workers: int) -> None:
-        self._encoder, self._workers = encoder, workers
+        self._encoder = encoder
+        self._workers = workers
         self._processes: dict[Connection, multiprocessing.process.BaseProcess] = {}
         # connection of a worker -> the number of its job
         self._busy: dict[Connection, int] = {}
@@ -93,7 +94,8 @@ class _WorkerPool:
                 self._send(connection, number, job)
                 sent[number] = job
                 # the next one is read while the workers work
-                number, job = (number + 1, next(jobs, None))
+                number = number + 1
+                job = next(jobs, None)
             # a slow job holds back the results behind it; `_AHEAD` bounds how many
             while written in done:
                 yield sent.pop(written), done.pop(written)

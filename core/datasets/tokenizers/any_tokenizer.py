@@ -113,7 +113,8 @@ def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
                 f"{tokenizer.vocab_size} tokens; give the tokenizer that made the file"
             )
         return
-    identity, expected = tokenizer.identity, file.card.tokenizer
+    identity = tokenizer.identity
+    expected = file.card.tokenizer
     if identity != expected:
         raise ValueError(
             f"{file.prefix}.bin was made by tokenizer {expected[:12]} of {file.card.vocab_size} tokens, this is "

@@ -255,7 +255,9 @@ def difference(path: str, actual: Any, expected: Any) -> str | None:
 
 def _impossible_sizes(chunking: Chunking) -> str | None:
     """Why an array of these sizes cannot be; None if it can."""
-    shape, cell, unit = chunking.shape, chunking.cell, chunking.unit
+    shape = chunking.shape
+    cell = chunking.cell
+    unit = chunking.unit
     if any(type(size) is not int or not 0 < size < 2**63 for size in (*shape, *cell, *unit)):
         return "its sizes are not integers from 1 to 2**63 - 1"
     if not len(shape) == len(cell) == len(unit) <= _MAX_DIMS:
@@ -265,7 +267,8 @@ def _impossible_sizes(chunking: Chunking) -> str | None:
     if any(size % unit_size for size, unit_size in zip(cell, unit, strict=True)):
         return f"pieces {unit} do not divide its cells"
     cell_count = prod(-(-size // cell_size) for size, cell_size in zip(shape, cell, strict=True))
-    units, unit_bytes = chunking.units_per_cell, chunking.unit_bytes
+    units = chunking.units_per_cell
+    unit_bytes = chunking.unit_bytes
     if cell_count > _MAX_CELLS or units > _MAX_INNER_CHUNKS or unit_bytes > _MAX_CHUNK_BYTES:
         return (
             f"{cell_count} cells of {units} pieces of {unit_bytes} bytes are too many or too large"

@@ -103,7 +103,8 @@ def exchanged_cells(
     missing: dict[tuple[str, Index], int] = {}
     for wave in plan.waves:
         for transfer, elements in exchange(wave, arrays, local_shards, rank, group, device):
-            key, index = transfer.key, transfer.cell
+            key = transfer.key
+            index = transfer.cell
             cell = key, index
             if cell not in incomplete:
                 incomplete[cell], missing[cell] = _assemble(
@@ -205,7 +206,8 @@ def shards_as_bits(arrays: Arrays, shards: ShardsByKey) -> dict[str, list[ShardB
     """Every shard as bits. Raises ValueError: one that is not of its array's dtype or not of its box's shape."""
     bits_by_key: dict[str, list[ShardBits]] = {}
     for key, shards_of_array in shards.items():
-        info, bits_by_key[key] = arrays[key], []
+        info = arrays[key]
+        bits_by_key[key] = []
         for shard in shards_of_array:
             dtype = str(shard.data.dtype).removeprefix("torch.")
             shape = tuple(shard.data.shape)

@@ -78,7 +78,8 @@ class SavePlanner:
         Raises ValueError on all ranks alike: a state that cannot be saved, shards that do not cover their arrays.
         RuntimeError: a rank's `failure`.
         """
-        local_state, problem = LocalState(), None
+        local_state = LocalState()
+        problem = None
         catalog: LocalCatalog = {}
         report: dict[str, Any] = {}
         try:

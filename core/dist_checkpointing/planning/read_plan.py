@@ -102,7 +102,8 @@ def plan_reads(
     it in one round, and makes that round larger where very many request it.
     """
     # every rank runs through all cells, so that readers and rounds are the same; it keeps what concerns it
-    plan, rounds = ReadPlan(), _Rounds(len(requested), round_bytes)
+    plan = ReadPlan()
+    rounds = _Rounds(len(requested), round_bytes)
     for keys in _array_classes(chunks, requested):
         array_chunks = chunks[keys[0]]
         boxes_by_rank = [rank_requests.get(keys[0], ()) for rank_requests in requested]
@@ -278,7 +279,8 @@ class _Rounds:
         self._total_read = [0] * world  # bytes, in all rounds
         self._current = [0] * world
         # bytes, in the current round
-        self._sent, self._received = [0] * world, [0] * world
+        self._sent = [0] * world
+        self._received = [0] * world
         self._receivers: dict[tuple[tuple[int, ...], ...], _Receivers] = {}
 
     def receivers(self, sets_of_ranks: tuple[tuple[int, ...], ...]) -> _Receivers:

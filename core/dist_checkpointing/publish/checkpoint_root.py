@@ -52,7 +52,8 @@ class CheckpointRoot:
         fs: Fs | None = None,
     ) -> None:
         self.files = url if isinstance(url, KvCheckpointDir) else open_dir(url, fs)
-        self.url, self.stale_s = self.files.url, stale_s
+        self.url = self.files.url
+        self.stale_s = stale_s
         self._strategy = self._commit_strategy()
 
     def _commit_strategy(self) -> RenameCommit | PointerCommit:
@@ -253,7 +254,9 @@ class CheckpointRoot:
         where a rule needs more than numbers.
         """
         retention = Retention(keep_last=keep_last, keep_every=keep_every, **rules)
-        steps, complete, verified = self.steps(), set[int](), None
+        steps = self.steps()
+        complete = set[int]()
+        verified = None
         # from the newest on, until one verifies and `keep_last` are complete
         for step in reversed(steps):
             if verified is None and not self.problems(step, digests=True):
@@ -344,7 +347,8 @@ class CheckpointRoot:
         A job that was killed may have left a writer that still finishes its save.
         Raises TimeoutError naming those that are neither.
         """
-        end, logged = time.monotonic() + timeout_s, False
+        end = time.monotonic() + timeout_s
+        logged = False
         while live := self._live_attempts():
             if time.monotonic() > end:
                 raise TimeoutError(

@@ -146,7 +146,8 @@ def _wait(
     waiting: raises when there is nothing to wait for any more. silent_ranks: whom to name for those whose receipts
     are missing in the end.
     """
-    end, pause = time.monotonic() + timeout_s, 0.002
+    end = time.monotonic() + timeout_s
+    pause = 0.002
     while True:
         present = set(directory.names(folder))
         _raise_failures(

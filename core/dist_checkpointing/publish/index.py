@@ -40,7 +40,8 @@ class Index:
     """See above. `thorough` in a method: list every object, whatever the index says."""
 
     def __init__(self, files: KvCheckpointDir) -> None:
-        self._files, self._complete = files, False
+        self._files = files
+        self._complete = False
 
     def names(self, *, thorough: bool = False) -> list[str]:
         """Every committed checkpoint, sorted: one request for 1000 entries, and one for each."""

@@ -109,7 +109,8 @@ class Lock:
     def __init__(
         self, directory: CheckpointDir, *, stale_s: float = 60.0, every: float = 1.0
     ) -> None:
-        self._directory, self._uuid = directory, uuid4().hex
+        self._directory = directory
+        self._uuid = uuid4().hex
         owner = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -232,7 +233,8 @@ def _process_space() -> str:
 
 def _is_alive(owner: dict[str, Any]) -> bool | None:
     """Whether a process of this machine is; None: it is one of another machine, or not known."""
-    space, pid = owner.get("space"), owner.get("pid")
+    space = owner.get("space")
+    pid = owner.get("pid")
     if not space or space != _process_space() or not isinstance(pid, int):
         return None
     try:

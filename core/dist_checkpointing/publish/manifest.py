@@ -49,7 +49,8 @@ def read_manifest(directory: CheckpointDir) -> Manifest:
         raise ValueError(
             f"{file}: format {version}, this version reads up to {FORMAT}; update paracore"
         )
-    files, run = value.get("files"), value.get("run")
+    files = value.get("files")
+    run = value.get("run")
     if (
         not isinstance(files, dict)
         or not isinstance(run, dict)

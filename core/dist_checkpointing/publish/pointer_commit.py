@@ -30,7 +30,8 @@ class PointerCommit:
     """How `CheckpointRoot` commits, finds and removes checkpoints in a key-value store."""
 
     def __init__(self, files: KvCheckpointDir) -> None:
-        self.files, self._index = files, Index(files)
+        self.files = files
+        self._index = Index(files)
 
     def prepare(self, folder: str = "") -> None:
         """Does nothing: there are no directories."""

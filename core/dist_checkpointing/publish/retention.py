@@ -70,7 +70,8 @@ class Retention:
     keep_best_mode: str = "min"
 
     def __post_init__(self) -> None:
-        hours, mode = self.keep_hours, self.keep_best_mode
+        hours = self.keep_hours
+        mode = self.keep_best_mode
         rules = [
             (self.keep_last >= 1, f"keep_last={self.keep_last} must be at least 1"),
             (

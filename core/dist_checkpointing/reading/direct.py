@@ -63,7 +63,8 @@ class DirectReader:
     def __init__(
         self, directory: CheckpointDir, metadata: Mapping[str, Json], files: Files | None = None
     ) -> None:
-        self._directory, self._files = directory, files
+        self._directory = directory
+        self._files = files
         self._chunks = {key: Chunking.from_metadata(node) for key, node in metadata.items()}
         if isinstance(directory, PosixCheckpointDir):
             threads = THREADS
@@ -91,7 +92,8 @@ class DirectReader:
     def finish(self) -> None:
         """Waits for all. Raises ValueError: the first cell that is missing or damaged."""
         # emptied first: after a failure the reader can be used again
-        running, self._running = self._running, []
+        running = self._running
+        self._running = []
         # waits for every one: their memory is the caller's
         errors = [future.exception() for future in running]
         for error in errors:
@@ -190,7 +192,8 @@ class _Object:
     """An object that one request brought."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self.size = memoryview(data), len(data)
+        self._data = memoryview(data)
+        self.size = len(data)
 
     def read_at(self, count: int, offset: int) -> bytes:
         return bytes(self._data[offset : offset + count])
@@ -211,7 +214,9 @@ class _ObjectParts:
     """An object of which each read is a request for a range."""
 
     def __init__(self, directory: CheckpointDir, name: str, size: int) -> None:
-        self._directory, self._name, self.size = directory, name, size
+        self._directory = directory
+        self._name = name
+        self.size = size
 
     def read_at(self, count: int, offset: int) -> bytes:
         return self._directory.read(self._name, offset, min(count, self.size - offset))
@@ -228,7 +233,9 @@ class _CellFile:
     """One file of an array that is open for reading."""
 
     def __init__(self, file: _File, chunks: Chunking) -> None:
-        self._file, self._chunks, self.size = file, chunks, file.size
+        self._file = file
+        self._chunks = chunks
+        self.size = file.size
         self._index = b""
         if chunks.inner is None:
             self._offsets = {0: 0}

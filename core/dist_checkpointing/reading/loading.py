@@ -95,7 +95,8 @@ def load(
     key_mapping = KeyMapping(mapping, cast=cast)
 
     this_load = _open_on_all(sharded_state_dict, checkpoint_dir, key_mapping, ps, verify=verify)
-    stored, local = this_load.stored, this_load.local
+    stored = this_load.stored
+    local = this_load.local
 
     # compare: all ranks see the same report
     report = _compare(local, stored, ps, key_mapping)

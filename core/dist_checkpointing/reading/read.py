@@ -94,7 +94,8 @@ def by_cell(
     stored: StoredCheckpoint, key: str, targets: Sequence[Target]
 ) -> dict[Index, list[Target]]:
     """index -> the targets cut to that cell."""
-    shape, cell_shape = stored.shape(key), stored.cell(key)
+    shape = stored.shape(key)
+    cell_shape = stored.cell(key)
     targets_by_cell: dict[Index, list[Target]] = {}
     for box, target in targets:
         for index, cell in cells(shape, cell_shape, box):

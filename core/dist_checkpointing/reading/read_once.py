@@ -115,10 +115,12 @@ class _ReadRounds:
         A rank that cannot read goes on to exchange, so that nobody waits for it (a deadlock): what it sends then is
         undefined, and in the end all ranks raise.
         """
-        problem, reading = None, list[tuple[str, Staged]]()
+        problem = None
+        reading = list[tuple[str, Staged]]()
         # one round more than there are: while round n - 1 is exchanged, round n is being read (prefetch)
         for number in range(self._plan.count + 1):
-            finished, reading = reading, self._staged_for(number)
+            finished = reading
+            reading = self._staged_for(number)
             if problem is None:
                 problem = problem_of(partial(self._finish_and_start, finished, reading))
             if number:
@@ -130,7 +132,8 @@ class _ReadRounds:
         staged = []
         for shared_read in self._plan.rounds.get(number, []):
             if shared_read.reader == self._ps.rank:
-                key, box = shared_read.key, shared_read.box
+                key = shared_read.key
+                box = shared_read.box
                 dtype = torch_dtype(self._arrays[key].dtype)
                 targets = _targets_inside(self._cell_targets[key][shared_read.cell], box)
                 staged.append((key, stage(box, dtype, targets)))

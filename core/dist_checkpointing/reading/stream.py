@@ -28,7 +28,8 @@ class _Memory:
     """Memory of one batch, used again for the next: pages of new memory cost more than what is read into them."""
 
     def __init__(self, *, again: bool) -> None:
-        self._again, self._bytes = again, np.empty(0, np.uint8)
+        self._again = again
+        self._bytes = np.empty(0, np.uint8)
 
     def arrays(self, shapes: Sequence[tuple[Box, str]]) -> deque[np.ndarray]:
         """One array for each box and stored dtype; of an earlier call's nothing is kept."""

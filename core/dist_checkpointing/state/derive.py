@@ -93,7 +93,8 @@ def _rounds_to(main: Tensor, weight: Tensor) -> Iterator[bool | Tensor]:
     ):
         return  # one tensor is both
     if not (main.is_contiguous() and weight.is_contiguous()):
-        main, weight = main.contiguous(), weight.contiguous()
+        main = main.contiguous()
+        weight = weight.contiguous()
     reading = reading_waits(weight.device)
     size = COMPARED_ON_DEVICE if reading else COMPARED_ELEMENTS
     for main_block, weight_block in zip(

@@ -30,7 +30,8 @@ def local_shards(sharded: ShardedTensor) -> list[ShardedTensor]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
-    local, axes = tensor.detach().to_local(), sharded.prepend_axis_num
+    local = tensor.detach().to_local()
+    axes = sharded.prepend_axis_num
     try:
         intervals_by_dim = local_intervals(
             tuple(tensor.shape), tensor.placements, tensor.device_mesh.shape, coordinate

@@ -91,7 +91,8 @@ def decode(value: Any) -> Any:
         return value
     if TYPE not in value:
         return {key: decode(item) for key, item in value.items()}
-    name, content = value[TYPE], decode(value.get("value"))
+    name = value[TYPE]
+    content = decode(value.get("value"))
     if not isinstance(name, str) or (name not in _BY_NAME and name not in _RESERVED):
         raise ValueError(
             f"it is of type {name!r}, which is unknown here: call dist_checkpointing.register(type, to_json, "

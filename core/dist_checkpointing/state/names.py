@@ -54,7 +54,8 @@ class KeyMapping:
     """From keys of a state to what is read from the checkpoint; `cast`: of all that have no `Source` of their own."""
 
     def __init__(self, mapping: Renames | None = None, *, cast: bool = False) -> None:
-        self._mapping, self._cast = mapping, cast
+        self._mapping = mapping
+        self._cast = cast
         self._sources: dict[
             str, TensorSource
         ] = {}  # what a user's function gave, which is called once per key

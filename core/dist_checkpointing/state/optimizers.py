@@ -58,7 +58,8 @@ class Parameter:
         Replicated ones are compared across ranks under the path of their names, which is `key`.
         Raises ValueError: another shape than that of a parameter of which only a shard is here.
         """
-        leaf, axes = self.leaf, self.leaf.prepend_axis_num
+        leaf = self.leaf
+        axes = self.leaf.prepend_axis_num
         # moments have the parameter's shape and lie as it does
         if value.shape == self.tensor.shape:
             if self.replicated:

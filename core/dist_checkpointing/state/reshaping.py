@@ -130,7 +130,8 @@ def _walked_dims(sizes: list[int], box: Box, strides: tuple[int, ...]) -> int:
     """How many of the finer dims of one dim are walked through, so that the rest is one interval, in memory too."""
     lengths = extent(box)
     for dim in range(len(sizes) - 1, 0, -1):
-        rows, row_length = lengths[dim - 1], lengths[dim]
+        rows = lengths[dim - 1]
+        row_length = lengths[dim]
         if rows == 1:
             continue
         partial_rows = any(

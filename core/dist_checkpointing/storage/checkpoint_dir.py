@@ -290,7 +290,8 @@ class PosixCheckpointDir:
 
     def swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
         """By a rename that only one can do; the loser puts back what it should not have taken."""
-        path, aside = self.url + name, f"{self.url}.trash-{uuid4().hex}"
+        path = self.url + name
+        aside = f"{self.url}.trash-{uuid4().hex}"
         if old is not None:
             # of two that try, one finds the file and the other finds none
             try:

@@ -47,7 +47,8 @@ class KvCheckpointDir:
 
     def below(self, name: str) -> "KvCheckpointDir":
         """The prefix `name/` in it."""
-        store, url = self._store / f"{name}/", f"{self.url}{name}/"
+        store = self._store / f"{name}/"
+        url = f"{self.url}{name}/"
         return KvCheckpointDir(store, self.context, url, self._options, self._secret_spec)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:

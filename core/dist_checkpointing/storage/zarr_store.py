@@ -184,7 +184,8 @@ class _Operations:
     """Operations that have been started, first in, first out, and the first failure of any."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget, self._pending_bytes = budget_bytes, 0
+        self._budget = budget_bytes
+        self._pending_bytes = 0
         self._pending: deque[tuple[str, int, ts.Future[None], np.ndarray]] = deque()
         self._failure: tuple[str, Exception] | None = None
 

@@ -97,7 +97,8 @@ def _cells(
 
 def _values(name: str, info: ArrayInfo, box: Box, tensors: Mapping[str, LazyTensor]) -> Tensor:
     """What the averaged model has in a box of one of its arrays."""
-    weight, average = tensors[MODEL + name], tensors.get(AVERAGE + name)
+    weight = tensors[MODEL + name]
+    average = tensors.get(AVERAGE + name)
     if average is not None:
         return average[slices(box)].to(weight.dtype)
     if not info.stacked:

@@ -67,7 +67,8 @@ class Import:
     def cells(self, metadata: Mapping[str, Json], done: Callable[[int], None]) -> Cells:
         """Every cell; in memory are one cell at a time, and the shards of which the next ones are made."""
         for key, tensor in self.tensors.items():
-            shards, path = ShardCache(), path_of(key)
+            shards = ShardCache()
+            path = path_of(key)
             for index, box in cells(tensor.shape, Chunking.from_metadata(metadata[path]).cell):
                 array = memory_of(shards.fill(key, tensor, box))
                 yield path, index, box, array

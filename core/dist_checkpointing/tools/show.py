@@ -42,7 +42,8 @@ def _array(stored: StoredCheckpoint, key: str) -> dict[str, Any]:
 def text(stored: StoredCheckpoint) -> list[str]:
     """A checkpoint as lines for people."""
     contents = facts(stored)
-    arrays, nbytes = contents["arrays"], contents["bytes"]
+    arrays = contents["arrays"]
+    nbytes = contents["bytes"]
     rows = [("array", "shape", "dtype", "cells", "of", "tp dim", "bytes")]
     cell_count = 0
     for key, array in arrays.items():
@@ -83,7 +84,8 @@ def text(stored: StoredCheckpoint) -> list[str]:
 def _provenance(stored: StoredCheckpoint) -> str:
     """When it was written, by which layout, and what else the manifest says of the run."""
     run = dict(stored.run)
-    seconds, layout = run.pop("time", None), run.pop("layout", None)
+    seconds = run.pop("time", None)
+    layout = run.pop("layout", None)
     # a hundred values; --json shows them
     run.pop("settings", None)
     # a manifest may hold anything: what is no number or dict is shown as it is, with the rest

@@ -73,7 +73,8 @@ def _read_signature(directory: CheckpointDir) -> tuple[dict[str, str], bytes]:
     """(path -> SHA-256, the signature of that). ValueError naming the file: it is no signature."""
     file = directory.url + SIGNATURE
     value = unseal(directory.read(SIGNATURE), file)
-    digests, signature = value.get("files"), value.get("signature")
+    digests = value.get("files")
+    signature = value.get("signature")
     try:
         if value.get("kind") == SIGNED and isinstance(digests, dict) and _are_texts(digests):
             return digests, bytes.fromhex(signature or "")

@@ -43,7 +43,8 @@ def _prune(options: argparse.Namespace) -> int:
         try:
             # first: it makes the index of an object store complete
             swept = root.sweep(thorough=True)
-            removed, verb = root.retain(**rules), "removed"
+            removed = root.retain(**rules)
+            verb = "removed"
         finally:
             lock.release()
     for name in [*map(step_name, removed), *swept]:

@@ -97,7 +97,8 @@ class WriterProgram:
             "trainer": os.getpid(),
         }
         line = json.dumps(request)
-        self._job, self._begin_time = job, time.monotonic()
+        self._job = job
+        self._begin_time = time.monotonic()
         # the program is dead: `wait` reports it
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode() + b"\n")

@@ -111,7 +111,8 @@ class DirectWriter:
         self._running_bytes -= size
         error = future.exception()
         if error is not None and self._failure is None:
-            self._failed_cell, self._failure = name, error
+            self._failed_cell = name
+            self._failure = error
 
     def _write_cell(self, name: str, chunks: Chunking, array: np.ndarray) -> None:
         if not array.flags.c_contiguous:

@@ -17,7 +17,8 @@ class Slab:
 
     def __init__(self, fd: int | None = None, size: int = 0) -> None:
         self.fd = fd if fd is not None else _anonymous_file()
-        self._size, self._memory = 0, np.empty(0, np.uint8)
+        self._size = 0
+        self._memory = np.empty(0, np.uint8)
         if size:
             self._map(size)
 
@@ -47,7 +48,8 @@ class Slab:
 
     def close(self) -> None:
         """Give the memory back, once the other side has too."""
-        self._memory, self._size = np.empty(0, np.uint8), 0
+        self._memory = np.empty(0, np.uint8)
+        self._size = 0
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

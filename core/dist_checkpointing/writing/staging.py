@@ -49,7 +49,9 @@ class PinnedStage:
         if self._stream is None:
             self._stream = torch.Stream(self._device)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        views, start, self._sources = [], 0, tensors
+        views = []
+        start = 0
+        self._sources = tensors
         with self._stream:
             for tensor in tensors:
                 size = tensor.numel() * tensor.element_size()
@@ -70,7 +72,8 @@ class PinnedStage:
         """Block this thread until everything has arrived."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        self._arrival, self._sources = None, ()
+        self._arrival = None
+        self._sources = ()
 
 
 def staged_bytes(tensors: Iterable[Tensor]) -> int:

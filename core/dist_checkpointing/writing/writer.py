@@ -48,7 +48,8 @@ class WarningRecorder(logging.Handler):
 
     def take(self) -> list[str]:
         """All messages since the last call."""
-        messages, self._messages = self._messages, []
+        messages = self._messages
+        self._messages = []
         return messages
 
 

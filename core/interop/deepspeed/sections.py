@@ -101,7 +101,8 @@ def zero(reader: ConfigReader) -> None:
 
     # MiCS: shards within groups of ranks, copies across them
     key = f"{section}.mics_shard_size"
-    shard_size, ranks = reader.value(key, int), reader.data_ranks
+    shard_size = reader.value(key, int)
+    ranks = reader.data_ranks
     if shard_size is None:
         return
     if shard_size < 1:

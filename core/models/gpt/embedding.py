@@ -70,7 +70,8 @@ class OutputLayer(SpreadModule):
 
     def __init__(self, build: Build, vocab_size: int, *, tied: bool) -> None:
         super().__init__()
-        place, config = build.place, build.config
+        place = build.place
+        config = build.config
         layout = vocab_layout(vocab_size, config.hidden_size, place.tp)
         if tied:
             self.weight = None

@@ -78,7 +78,9 @@ class _HeadLoss(torch.autograd.Function):
         chunk: int,
         ignore: int,
     ) -> Tensor:
-        kind, matrix, held = x.device.type, weight, x
+        kind = x.device.type
+        matrix = weight
+        held = x
         if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
             held = x.to(torch.get_autocast_dtype(kind))
             matrix = weight.to(held.dtype)  # type: ignore[assignment]
@@ -114,7 +116,9 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise no_second_derivative("the output layer's loss in chunks")
-        weight, comm, found = ctx.weight, ctx.comm, ctx.labels
+        weight = ctx.weight
+        comm = ctx.comm
+        found = ctx.labels
         if weight._version != ctx.version:
             raise overwritten(weight, ctx.version)
         held, logsumexp = ctx.saved_tensors

@@ -61,7 +61,8 @@ class ModelWeights(nn.Module):
         return self.config.use_cpu_initialization
 
     def _initialize(self) -> None:
-        ps, on_cpu = self.parallel, self.draws_on_cpu
+        ps = self.parallel
+        on_cpu = self.draws_on_cpu
         initialize_parameters(
             self, seed=self.seed, coordinate=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu
         )

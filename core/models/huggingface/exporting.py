@@ -219,7 +219,8 @@ class _Gathered:
             self.take_part()
 
     def _next(self) -> Tensor | None:
-        part, ps = self.order[self._done], self._ps
+        part = self.order[self._done]
+        ps = self._ps
         self._done += 1
         info = self._save.arrays[part.key]
         index = (part.layer or 0, *(0 for _ in info.shape[1:]))
@@ -258,7 +259,8 @@ def _largest_difference(
     prompts = torch.randint(
         model_form.vocab_size, (PROMPTS, length), generator=torch.Generator().manual_seed(0)
     )
-    expected, actual = hf_model(prompts).logits, ours(prompts)
+    expected = hf_model(prompts).logits
+    actual = ours(prompts)
     difference = float((expected - actual).abs().max())
     largest = float(expected.abs().max())
     if not difference <= TOLERANCE * largest:

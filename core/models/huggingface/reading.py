@@ -38,7 +38,8 @@ def load_huggingface(model: GPTModel, weights: Mapping[str, Tensor] | str | Path
     opened = open_weights(
         model, Folder(weights) if isinstance(weights, str | Path) else StateDict(weights)
     )
-    sizes, coordinate = model.parallel.sizes, model.parallel.coordinate
+    sizes = model.parallel.sizes
+    coordinate = model.parallel.coordinate
     for name, tensor in opened.tensors_of(model).items():
         layout = layout_of(tensor)
         # after `to_empty` anything is there, and 0 times NaN is NaN
@@ -56,7 +57,9 @@ class OpenedWeights:
     def __init__(
         self, source: Recorded, rows: Mapping[str, Row], config: TransformerConfig
     ) -> None:
-        self._source, self._rows, self._config = source, rows, config
+        self._source = source
+        self._rows = rows
+        self._config = config
 
     def tensors_of(self, model: GPTModel) -> dict[str, Tensor]:
         """Every parameter of a model, and its buffers that the weights have, by name."""

@@ -212,7 +212,8 @@ class OneCycle(_CheckedSchedule):
         if step <= up:
             position, length = step, up
         else:
-            position, length = up + down - step, down
+            position = up + down - step
+            length = down
             if self.cycle_second_stair_count is not None:
                 stairs = self.cycle_second_stair_count
         if stairs:

@@ -81,7 +81,8 @@ def _averaged(state_buffer: StateBuffer) -> Tensor:
 @torch.no_grad()
 def _lend(state_buffer: StateBuffer) -> Callable[[], None]:
     """Write the average into the weights; the function that undoes it."""
-    ema, weights = state_buffer.states[EMA], state_buffer.weights
+    ema = state_buffer.states[EMA]
+    weights = state_buffer.weights
     if ema.dtype == weights.dtype:
         _swap(ema, weights)
         return lambda: _swap(ema, weights)

@@ -77,7 +77,8 @@ def clip_runs(runs: Iterable[ElementRun], start: int, stop: int) -> list[Element
     clipped = []
     for run in runs:
         if run.start < stop and start < run.stop:
-            first, last = max(run.start, start), min(run.stop, stop)
+            first = max(run.start, start)
+            last = min(run.stop, stop)
             clipped.append(ElementRun(first - start, last - start, run.key))
     return clipped
 

@@ -30,7 +30,8 @@ def round_key(seed: int, step: int, name: str) -> tuple[int, int]:
 def random_bits(key: tuple[int, int], index: Tensor) -> Tensor:
     """int64 [n] element indices -> int32 [n] in 0..65535, each value equally likely over elements and keys."""
     # `to` wraps
-    low, high = index.to(torch.int32), (index >> 32).to(torch.int32)
+    low = index.to(torch.int32)
+    high = (index >> 32).to(torch.int32)
     return _hash(key, low, high)
 
 
@@ -84,12 +85,14 @@ def global_index(layout: Layout, start: list[int], shape: tuple[int, ...], index
 
     shape: local, padded rows included; start: where it begins in the full tensor. Padded rows get some index.
     """
-    global_indices, stride = torch.zeros_like(index), 1
+    global_indices = torch.zeros_like(index)
+    stride = 1
     dims = zip(layout.shape, start, shape, strict=True)
     # from the innermost dim
     for full_size, offset, local_size in reversed(list(dims)):
         global_indices += (index % local_size + offset) * stride
-        index, stride = index // local_size, stride * full_size
+        index = index // local_size
+        stride = stride * full_size
     return global_indices
 
 

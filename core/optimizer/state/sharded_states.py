@@ -137,9 +137,11 @@ def _matching_tensor(
         )
     state = kinds[kind]
     if isinstance(state, OptimizerShard):
-        tensor, interval = state.tensor, state.interval
+        tensor = state.tensor
+        interval = state.interval
     else:
-        tensor, interval = state, local.interval
+        tensor = state
+        interval = local.interval
     if tensor.shape != local.tensor.shape or interval != local.interval:
         raise ValueError(
             f"load_states: {kind} of {name} is {tuple(tensor.shape)}, elements {interval}; this rank holds "

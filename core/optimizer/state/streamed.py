@@ -110,7 +110,8 @@ class Streamer:
         self, state_buffer: StateBuffer, span: Span, slot: int, dtype: torch.dtype
     ) -> _StreamedChunk:
         """Start to bring gradients, and main weights that do not exist in memory of their own, into scratch."""
-        size, elements = span[1] - span[0], slice(*span)
+        size = span[1] - span[0]
+        elements = slice(*span)
         gradients = self._scratch_for("gradient", slot, state_buffer, dtype, size)
         copies = [(gradients, state_buffer.gradients[elements])]
         if state_buffer.main is not None:
@@ -132,7 +133,8 @@ class Streamer:
 
     def _store(self, chunk: _StreamedChunk) -> None:
         """Write the updated main weights to the weights, rounded if these are narrower."""
-        state_buffer, mains = chunk.state_buffer, chunk.mains
+        state_buffer = chunk.state_buffer
+        mains = chunk.mains
         if state_buffer.wide and state_buffer.resident:
             return  # the weights themselves were updated
         weights = state_buffer.weights[slice(*chunk.span)]

@@ -15,7 +15,8 @@ class Skips:
     """Counts on the device, so that no step waits for it; `most`: of steps in a row, 0 for any number."""
 
     def __init__(self, most: int, device: torch.device) -> None:
-        self._most, self._device = most, device
+        self._most = most
+        self._device = device
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._in_row = torch.zeros_like(self._count)
         self._steps_here = 0  # starts at 0 after a restart too

@@ -82,7 +82,8 @@ class ByHand:
 
     def open(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
-        self._parameters, self.is_open = [], True
+        self._parameters = []
+        self.is_open = True
         self.add(parameters)
 
     def add(self, parameters: Iterable[Parameter]) -> None:
@@ -101,7 +102,8 @@ class ByHand:
             if key in hooks:
                 hooks[key] = hook
         self._wrapped = []
-        self._parameters, self.is_open = [], False
+        self._parameters = []
+        self.is_open = False
 
     def end(self) -> None:
         """Close, and take torch's hooks out: nothing is listened to again."""
@@ -141,7 +143,8 @@ class ByHand:
         """`register_hook` gives a program's function the gradient before it is `parameter.grad`."""
 
         def listened(hook: Callable, gradient: Tensor) -> Any:
-            outer_followed, self._followed = self._followed, []
+            outer_followed = self._followed
+            self._followed = []
             self._follow(gradient, Heard(parameter, True))
             try:
                 return hook(gradient)
@@ -263,9 +266,10 @@ class ByHand:
 
     def _follow(self, result: Tensor, source: Heard, *, for_good: bool = False) -> None:
         """Listen to what is called on `result`, too; for_good: beyond the next forward."""
-        # a mask that is counted
+        # bool: a mask that is counted
         if result.is_floating_point() or result.dtype is torch.bool:
-            result.__class__, result.heard = self._result, source  # type: ignore[attr-defined]
+            result.__class__ = self._result
+            result.heard = source  # type: ignore[attr-defined]
             if not for_good:
                 self._followed.append(weakref.ref(result))
 

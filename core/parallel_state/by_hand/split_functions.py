@@ -201,7 +201,8 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
         return None
     if len(args) < 2:
         return None
-    left, right = _axes(args[0]), _axes(args[1])
+    left = _axes(args[0])
+    right = _axes(args[1])
     if name == "linear":
         right = right[::-1]
     if len(left) < 1 or len(right) < 2:

@@ -240,7 +240,8 @@ def _silent(
     own_report: FailureReport, reports: dict[int, FailureReport], read_report: Any
 ) -> set[int]:
     """Ranks that are waited for, directly or by others, and have reported nothing; reports found are added."""
-    silent, to_visit = set(), list(own_report.waits_for)
+    silent = set()
+    to_visit = list(own_report.waits_for)
     while to_visit:
         rank = to_visit.pop()
         if rank in reports or rank in silent:

@@ -230,7 +230,8 @@ def create_group(
     # how often these ranks were grouped: counted in the store, because a local count differs between ranks
     times_created = c10d._get_default_store().add(f"paracore/{members}/{dist.get_rank()}", 1)
     torch_naming = c10d._process_group_name
-    bound_device, world.bound_device_id = world.bound_device_id, None
+    bound_device = world.bound_device_id
+    world.bound_device_id = None
     c10d._process_group_name = lambda *_, **__: c10d.GroupName(
         f"paracore_{world.group_name}_{members}_{times_created}"
     )

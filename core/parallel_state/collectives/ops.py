@@ -47,7 +47,8 @@ class Done:
     __slots__ = ("_result", "_work")
 
     def __init__(self, result: Tensor, work: Any = None) -> None:
-        self._result, self._work = result, work
+        self._result = result
+        self._work = work
 
     def wait(self) -> Tensor:
         if self._work is not None:

@@ -131,7 +131,8 @@ def irecv(
     """
     if (device.type if device is not None else "cpu") in group.staged:
         into = torch.empty(shape, dtype=dtype, device=device)
-        host, on_host = host_memory(into), group.on_host
+        host = host_memory(into)
+        on_host = group.on_host
         if header:
             _expect_header(host, peer, on_host, tag)
         return Received(host, group.process_group.recv([host], peer, tag), on_host, into)

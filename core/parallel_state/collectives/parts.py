@@ -64,11 +64,13 @@ class _PeerMessages:
                     "other modules or another order of them; every rank of a group must run the same",
                     (group.ranks[peer],),
                 ) from error
-        self._works, self._tensors_under_way = [], ([], [])
+        self._works = []
+        self._tensors_under_way = ([], [])
 
     def forget(self) -> None:
         """Drop them without waiting: the group is being closed."""
-        self._works, self._tensors_under_way = [], ([], [])
+        self._works = []
+        self._tensors_under_way = ([], [])
 
 
 class _PendingSum:
@@ -83,7 +85,8 @@ class _PendingSum:
 
     def wait(self) -> Tensor:
         self._messages.wait()
-        local, shards = self._local, self._shards
+        local = self._local
+        shards = self._shards
         # a + b is b + a: the order does not matter
         if len(shards) == 2:
             return local.add_(shards[1 - self._rank])
@@ -130,7 +133,8 @@ def start_sum_into_own(
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks(label, x, group)
-    local, shard_size = own_part(x, group), x.shape[0] // group.size
+    local = own_part(x, group)
+    shard_size = x.shape[0] // group.size
     pending: PendingCollective
     if composes(x, group):
         to_send = x if reduce_dtype is None else x.to(reduce_dtype)

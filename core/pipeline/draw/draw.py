@@ -45,7 +45,8 @@ def _chunk_of_stage(row: Sequence[Event]) -> dict[int, int]:
 
 def _label_events(row: Sequence[Event]) -> list[tuple[Event, str]]:
     """Each event with `F3`; of the rank's second stage `f3`, of the third `F3'`."""
-    chunk_of_stage, labelled = _chunk_of_stage(row), []
+    chunk_of_stage = _chunk_of_stage(row)
+    labelled = []
     for event in row:
         kind, stage, microbatch = event.action
         chunk = chunk_of_stage[stage]

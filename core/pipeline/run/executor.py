@@ -164,7 +164,8 @@ class Executor:
     def _compute(self, action: Action) -> None:
         kind, index, microbatch = action
         assert microbatch is not None
-        stage, step = self.stages[index], self.step
+        stage = self.stages[index]
+        step = self.step
         match kind:
             case "F":
                 # activation checkpointing: where an R follows, F keeps no graph

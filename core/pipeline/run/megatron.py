@@ -23,7 +23,8 @@ class _StageWithInput:
     """
 
     def __init__(self, model: nn.Module, received: Any) -> None:
-        self._model, self._received = model, received
+        self._model = model
+        self._received = received
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._received is None:

@@ -104,7 +104,8 @@ class SingleStage:
         One all-reduce over dp-cp for the result, beside those of `grad_sync`.
         Raises ValueError: a batch that does not divide, a loss that is not one number or has no gradient.
         """
-        sync, model = self.grad_sync, self.model
+        sync = self.grad_sync
+        model = self.model
         microbatches = split_microbatches(batch, self.num_microbatches)
         sums = []
         self.stage.loss_scale = loss_scale

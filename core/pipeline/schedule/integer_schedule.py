@@ -49,7 +49,8 @@ class SchedulingProblem:
         self.size = self.stride * self.stages
         # F, I, W of every stage, and R of those that are recomputed
         self.actions = microbatches * (3 * self.stages + sum(self.recomputed))
-        self.duration, self.delay = [0.0] * self.size, [0.0] * self.size
+        self.duration = [0.0] * self.size
+        self.delay = [0.0] * self.size
         self.memory_change = [0.0] * self.size
         self.source = [-1] * self.size
         self.graph = [0.0] * self.stages
@@ -131,7 +132,8 @@ class SchedulingProblem:
             ):
                 # F R I in a row: F keeps its graph at once, and R takes neither time nor memory
                 memory += self.graph[action // self.stride]
-                free_recompute, durations[index + 1] = action + R, 0.0
+                free_recompute = action + R
+                durations[index + 1] = 0.0
             elif action != free_recompute:
                 memory += memory_change[action]
             if memory > peak:
@@ -146,10 +148,12 @@ class SchedulingProblem:
         The hottest path of the search: every rank runs until it needs a result that is not there, and leaves its
         number in `end` of that action, so that whoever does it knows whom to wake.
         """
-        source, delay = self.source, self.delay
+        source = self.source
+        delay = self.delay
         # NOT_DONE, or -2 - rank: not done, and that rank waits for it
         end = [NOT_DONE] * self.size
-        position, clock = [0] * self.ranks, [0.0] * self.ranks
+        position = [0] * self.ranks
+        clock = [0.0] * self.ranks
         ready = list(range(self.ranks))
         while ready:
             rank = ready.pop()

@@ -60,7 +60,8 @@ class Policies:
     """Endless policies, the plain ones first: `draw` any, `vary` one field of a good one."""
 
     def __init__(self, problem: SchedulingProblem, rng: random.Random) -> None:
-        ranks, chunks = problem.ranks, max(map(len, problem.stages_of))
+        ranks = problem.ranks
+        chunks = max(map(len, problem.stages_of))
         frequent = ("IFRW", "IFWR", "IRFW", "FIRW", "FIWR", "FRIW")
         permutations = map("".join, itertools.permutations(KINDS))
         not_recompute_first = [kinds for kinds in permutations if kinds[0] != "R"]
@@ -74,7 +75,8 @@ class Policies:
             FOREVER,
             FOREVER,
         )
-        self.rng, self.plain = rng, list(PLAIN_POLICIES)
+        self.rng = rng
+        self.plain = list(PLAIN_POLICIES)
         # options without an effect in this problem have one value
         ahead = (0, 1, 1, 2) if any(problem.recomputed) else (0,)
         direct = (True, False) if problem.recomputed[-1] else (True,)
@@ -108,7 +110,8 @@ class ListScheduler:
     """One pass: the state of every rank, in the order of time."""
 
     def __init__(self, problem: SchedulingProblem, limits: Sequence[float], policy: Policy) -> None:
-        self.problem, self.policy = problem, policy
+        self.problem = problem
+        self.policy = policy
         self.memory = ActivationMemory(problem, limits, policy.careful)
         # by kind; the smallest goes first
         self.priority = [policy.kinds.index(kind) for kind in KINDS]
@@ -196,7 +199,9 @@ class ListScheduler:
 
     def choose(self, rank: int, now: float) -> tuple[float, tuple[int, int, int] | None]:
         """(when to look again, or the (stage, microbatch, kind) to start now)."""
-        best, best_key, later = None, (FOREVER, 0, 0), []
+        best = None
+        best_key = (FOREVER, 0, 0)
+        later = []
         for priority, stage, microbatch, arrival, kind in self.options(rank):
             if arrival > now:
                 later.append((arrival, priority))
@@ -207,7 +212,8 @@ class ListScheduler:
             else:
                 key = (priority, microbatch, -stage)
             if key < best_key:
-                best, best_key = (stage, microbatch, kind), key
+                best = (stage, microbatch, kind)
+                best_key = key
         if best is None:
             return min(later, default=(-1.0, 0))[0], None
         # patience: it may pay to wait for something better that is about to arrive
@@ -226,7 +232,8 @@ class ListScheduler:
 
     def start(self, rank: int, now: float, stage: int, microbatch: int, kind: int) -> float:
         """Do an action, and I with F where the policy says so; returns the end."""
-        problem, fits = self.problem, self.memory.fits
+        problem = self.problem
+        fits = self.memory.fits
         end = self.book(rank, problem.action(kind, stage, microbatch), now)
         is_last_forward = kind == F and stage == problem.stages - 1
         if not is_last_forward or self.done_count[I][stage] != microbatch or not self.policy.direct:
@@ -240,7 +247,8 @@ class ListScheduler:
     def book(self, rank: int, action: int, now: float, free: bool = False) -> float:
         """Write one action down and tell the rank that waits for its result; returns its end."""
         problem = self.problem
-        kind, stage = action & KIND_BITS, action // problem.stride
+        kind = action & KIND_BITS
+        stage = action // problem.stride
         microbatch = action % problem.stride // 4
         end = now
         if not free:

@@ -126,7 +126,8 @@ class MemoryWatch:
         kind, live = action.kind, self.live
         stage = self.stages.setdefault(action.stage, StageMemory())
         not_activations = [*module.parameters(), *module.buffers(), microbatch]
-        received_bytes, before = bytes_of(received), live.now
+        received_bytes = bytes_of(received)
+        before = live.now
         live.leave_out((not_activations, received))
         live.peak = before
         with live:

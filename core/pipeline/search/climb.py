@@ -34,8 +34,11 @@ class Climber:
         limits: Sequence[float],
         rng: random.Random,
     ) -> None:
-        self.problem, self.limits, self.rng = problem, limits, rng
-        self.spent, self.best_orders = 0, orders
+        self.problem = problem
+        self.limits = limits
+        self.rng = rng
+        self.spent = 0
+        self.best_orders = orders
         self.restart()
         self.best = self.makespan
         self.mean_duration = sum(map(sum, self.durations)) / max(1, problem.actions)
@@ -77,7 +80,8 @@ class Climber:
     def propose(self, segment: Segment) -> tuple[int, int, int] | None:
         """(rank, from, to): an action of the segment, or one close to it, somewhere else in or around it."""
         rank, first, last = segment
-        order, draw = self.orders[rank], self.rng.random
+        order = self.orders[rank]
+        draw = self.rng.random
         low = max(0, first - REACH)
         high = min(len(order) - 1, last + REACH)
         index = low + int(draw() * (high - low + 1))
@@ -102,7 +106,8 @@ class Climber:
         # at most 3, and the microbatch is the same
         same_microbatch = (first % stride ^ second % stride) <= KIND_BITS
         same_stage = first // stride == second // stride
-        first_kind, second_kind = first & KIND_BITS, second & KIND_BITS
+        first_kind = first & KIND_BITS
+        second_kind = second & KIND_BITS
         if not same_microbatch:
             return first_kind == second_kind == F and same_stage
         if second_kind == F or (first_kind == I and second_kind == I):
@@ -132,7 +137,8 @@ class Climber:
     def anneal(self, budget: int, bound: float, deadline: float) -> None:
         """Until `budget` actions are looked at, the makespan is `bound`, or the process's clock shows `deadline`."""
         draw = self.rng.random
-        begin, stop = self.spent, self.spent + budget
+        begin = self.spent
+        stop = self.spent + budget
         self.restart()
         segments = self.critical_path()
         while self.spent + 3 * self.problem.actions < stop and self.best > bound:

@@ -183,7 +183,8 @@ class _BestOrders:
     """The best few different schedules, fastest first."""
 
     def __init__(self, problem: SchedulingProblem, allowed: Sequence[float]) -> None:
-        self.problem, self.allowed = problem, allowed
+        self.problem = problem
+        self.allowed = allowed
         self.best: list[tuple[float, IntegerOrders]] = []
 
     def add(self, orders: IntegerOrders | None) -> float:
@@ -274,9 +275,11 @@ def _refusal(problem: SchedulingProblem, limits: Sequence[float]) -> str:
     peaks = score[1]
     rank = max(range(problem.ranks), key=lambda r: peaks[r] - limits[r])
     # one limit for all must be enough for the fullest rank; limits per rank are named one by one
-    smallest, on_this_rank = peaks[rank], " there"
+    smallest = peaks[rank]
+    on_this_rank = " there"
     if len(set(limits)) == 1:
-        smallest, on_this_rank = max(peaks), ""
+        smallest = max(peaks)
+        on_this_rank = ""
     return (
         f"no schedule meets the memory limit {limits[rank]:g} of rank {rank}: one microbatch at a time already takes "
         f"{peaks[rank]:g}; the smallest limit that works is {_round_up(smallest)}{on_this_rank}. Raise the "

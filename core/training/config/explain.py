@@ -36,7 +36,8 @@ def explained(merged: Merged, world_size: int) -> tuple[str, int]:
 
 def _changed(merged: Merged) -> Iterator[str]:
     """What was changed, and what of it has no effect: the first thing that is asked."""
-    values, fields_by_name = merged.draft.values, known_fields()
+    values = merged.draft.values
+    fields_by_name = known_fields()
     changed = [name for name in fields_by_name if merged.origin[name] != "default"]
     yield f"{len(changed)} settings are not from their defaults{':' if changed else ''}"
     for name in changed:

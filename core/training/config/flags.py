@@ -111,7 +111,8 @@ def short_help(
     lines = [description.strip(), "", head, "  --config FILE.toml"]
     lines.append(f"{indent}Read the run from this file; a later one wins, flags win over all.")
     for name in COMMON:
-        spec, default = fields_by_name[name], defaults[name]
+        spec = fields_by_name[name]
+        default = defaults[name]
         value = "" if _is_switch(spec) else f" {_placeholder(spec)}"
         if default in (None, (), False):
             told = ""

@@ -47,7 +47,8 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
         # the table that both ends of a V share is one parameter
         parameters = {id(p): p.numel() for stage in stages.values() for p in stage.parameters()}
         found.append(sum(parameters.values()))
-    optimizer, grad_dtype = sections["optimizer"], sharding.grad_dtype
+    optimizer = sections["optimizer"]
+    grad_dtype = sharding.grad_dtype
     return expected_bytes(
         max(found),
         zero_stage=sharding.zero_stage,

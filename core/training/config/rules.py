@@ -129,9 +129,11 @@ def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
 
 def _describe_batch_mismatch(training: TrainingConfig, ranks: int) -> str:
     """Both numbers, the nearest batches that divide, and the microbatches that would."""
-    batch, micro = training.global_batch_size, training.micro_batch_size
+    batch = training.global_batch_size
+    micro = training.micro_batch_size
     step = micro * ranks
-    below, above = batch // step * step, -(-batch // step) * step
+    below = batch // step * step
+    above = -(-batch // step) * step
     remedy = f"{below} or {above}" if below else f"{above}"
     # with this batch, other microbatches may divide
     if batch % ranks == 0:

@@ -267,7 +267,8 @@ def drafted(raw_values: Mapping[str, Any], earlier_problems: Sequence[str] = ())
             sections[section] = built
     if "model" in sections:
         facts, sources = _resolved(sections["model"])
-        values, derived = values | facts, derived | sources
+        values = values | facts
+        derived = derived | sources
     if "device" not in wrong_names:
         problems += [
             Problem("device", text) for holds, text in _device_rules(valid["device"]) if not holds

@@ -109,7 +109,8 @@ def write_toml(
     comment: str = "",
 ) -> str:
     """A file with every field and its value, part by part; written to `path` where one is given."""
-    lines, section = [f"# {comment}"] if comment else [], ""
+    lines = [f"# {comment}"] if comment else []
+    section = ""
     # fields of no section come first: in TOML they could not follow a section
     for field in sorted(fields, key=lambda field: field.section != ""):
         if field.section != section:

@@ -43,7 +43,8 @@ def cpu() -> Check:
     usable = list(range(cores))
     if hasattr(os, "sched_getaffinity"):
         usable = sorted(os.sched_getaffinity(0))
-    quota, threads = _cpu_quota(), torch.get_num_threads()
+    quota = _cpu_quota()
+    threads = torch.get_num_threads()
 
     noun = "cores" if cores > 1 else "core"
     facts = [f"{os.cpu_count()} {noun}"]

@@ -120,7 +120,8 @@ def value_axis(curve: Curve) -> Axis:
     near = [
         v for v in (curve.levels or {}).values() if finite(v) and low - reach <= v <= high + reach
     ]
-    low, high = min([low, *near]), max([high, *near])
+    low = min([low, *near])
+    high = max([high, *near])
     if curve.logarithmic and low > 0 and high / low > LOG_FROM:
         return Axis(low / 1.3, high * 1.3, BOTTOM, TOP, True)
     if curve.zero:

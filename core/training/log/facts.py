@@ -24,7 +24,8 @@ def run_facts(records: Sequence[StepRecord], layout: str, parameters: int) -> di
     if known and (tokens := known[-1].tokens_seen) is not None:
         facts["tokens seen"] = f"{tokens:,}"
     if len(known) > 1:
-        first, last = known[0].time, known[-1].time
+        first = known[0].time
+        last = known[-1].time
         assert first is not None and last is not None
         facts["duration"] = _duration(last - first)
     return facts | {"command": command(sys.argv), "code": f"paracore {__version__}{_commit()}"}

@@ -57,7 +57,9 @@ class MemoryReport:
     def __init__(
         self, stages: Modules, ps: ParallelState, *, say: Callable[[str], None] = print
     ) -> None:
-        self.stages, self.ps, self._say = stages, ps, say
+        self.stages = stages
+        self.ps = ps
+        self._say = say
         self.shard: DataParallel | None = None
         self.optimizer: ShardedOptimizer | None = None
         self.usages: dict[str, list[Usage]] = {}
@@ -262,7 +264,8 @@ def _range(usages: list[Usage], name: str) -> str:
     values = [asdict(usage)[name] for usage in usages]
     if not any(values):
         return "0"
-    low, high = _short(min(values) / 2**20), _short(max(values) / 2**20)
+    low = _short(min(values) / 2**20)
+    high = _short(max(values) / 2**20)
     if low == high:
         return low
     return f"{low}-{high}"

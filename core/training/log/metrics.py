@@ -105,7 +105,8 @@ def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     size = 512 if device.type == "cpu" else 4096
     a, b = torch.ones(2, size, size, device=device, dtype=dtype)
     out = a @ b  # warm-up: the first product loads libraries
-    shortest, end = math.inf, time.perf_counter() + _MEASUREMENT_S
+    shortest = math.inf
+    end = time.perf_counter() + _MEASUREMENT_S
     while shortest == math.inf or time.perf_counter() < end:
         _wait(device)
         begin = time.perf_counter()

@@ -159,7 +159,8 @@ def _timeline_rows(timeline: Timeline) -> list[list[list[Any]]]:
 def _about(records: Sequence[StepRecord]) -> str:
     if not records:
         return "No step was logged."
-    first, last = records[0].step, records[-1].step
+    first = records[0].step
+    last = records[-1].step
     if len(records) == 1:
         return f"1 record, of step {last:,}."
     return f"{len(records):,} records, steps {first:,} to {last:,}."
@@ -178,7 +179,8 @@ def _tiles(
 
     if not records:
         return
-    last, bits = records[-1], _bits(bytes_per_token)
+    last = records[-1]
+    bits = _bits(bytes_per_token)
     for name in dict.fromkeys(record.name for record in validations):
         best = best_of(validations, name)
         assert best is not None

@@ -32,7 +32,9 @@ class StepProfiler(AbstractContextManager):
         self._start, self._stop = config.profiled_steps or (0, 0)
         self._nvtx = config.profile_nvtx
         self._directory = Path(config.output) / "profile"
-        self._ps, self._say, self._profiler = ps, say, None
+        self._ps = ps
+        self._say = say
+        self._profiler = None
 
     _profiler: Any
 
@@ -53,7 +55,8 @@ class StepProfiler(AbstractContextManager):
             self._profiler.__enter__()
 
     def _end(self) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         if profiler is None:
             return
         if self._ps.device.type != "cpu":

@@ -131,7 +131,8 @@ def _set_initial(stages: Mapping[int, GPTModel], initial: Mapping[str, Init]) ->
 
 def materialize(stages: Mapping[int, GPTModel], device: torch.device) -> None:
     """Give stages on meta their memory; ends that shared a table share it again."""
-    first, last = stages[min(stages)], stages[max(stages)]
+    first = stages[min(stages)]
+    last = stages[max(stages)]
     ends = first.pre_process and last.post_process and first is not last and first.tied
     shared = (
         ends and first.embedding.word_embeddings.weight is last.embedding.word_embeddings.weight

@@ -128,7 +128,8 @@ def rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def _style_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    style, preset = values["style"], gpt.PRESETS.get(values["preset"])
+    style = values["style"]
+    preset = gpt.PRESETS.get(values["preset"])
     yield style in (None, *gpt.STYLES), f"unknown style {style!r}; known: {', '.join(gpt.STYLES)}"
     yield (
         style is None or preset is None or style == preset.style,
@@ -227,7 +228,8 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
     What is given goes before the preset, the preset before the style, the style before a small Llama.
     """
-    preset, style = gpt.PRESETS.get(values["preset"]), _style(values)
+    preset = gpt.PRESETS.get(values["preset"])
+    style = _style(values)
     facts = dict(DEFAULTS) | {"normalization": "LayerNorm"} | dict(gpt.STYLES[style])
     # a style's dropout is its publication's; a run's is 0 unless somebody asks for it
     facts |= {"style": style, "hidden_dropout": None, "attention_dropout": None}

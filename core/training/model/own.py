@@ -20,7 +20,8 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
 
     Raises ValueError: what it returned is no module, or not the stages of this rank.
     """
-    name, ranks = str(run.model.build), ps.size("pp")
+    name = str(run.model.build)
+    ranks = ps.size("pp")
     with seeded(torch.device("cpu"), run.model.seed):
         made = function_of(name)(run, run.model.vocabulary(tokens), ps)
     modules = dict(made) if isinstance(made, Mapping) else {0: made}

@@ -45,7 +45,8 @@ class BatchPlan:
             found.append(BatchPhase(step, row, size))
             # the step in which the size grows is still of the smaller one
             steps = -(-(end - row) // size)
-            step, row = step + steps, row + steps * size
+            step = step + steps
+            row = row + steps * size
         return (*found, BatchPhase(step, row, self.global_batch_size))
 
     def _sizes(self) -> list[tuple[int, int]]:
@@ -103,7 +104,8 @@ class PlannedBatches:
     def batch(self, step: int, rank: int = 0, size: int = 1) -> Mapping[str, Tensor]:
         """The rows of data rank `rank` of `size` in a step. Raises ValueError: a source that knows steps only."""
         plan = self._plan()
-        first, count = plan.first_row(step), plan.size(step)
+        first = plan.first_row(step)
+        count = plan.size(step)
         if (first, count) == (step * plan.global_batch_size, plan.global_batch_size):
             return self.source.batch(step, rank, size)
         rows: Callable[..., Mapping[str, Tensor]] | None = getattr(self.source, "rows", None)

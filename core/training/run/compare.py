@@ -94,5 +94,6 @@ def against_run(records: Sequence[StepRecord], path: str | Path) -> str:
             f"{path} has {len(other_losses)} steps, none of them among the {len(records)} of this run"
         )
     largest = max(abs(record.loss - other_losses[record.step]) for record in common)
-    first, last = common[0].step, common[-1].step
+    first = common[0].step
+    last = common[-1].step
     return f"against {path}: {len(common)} steps in common, {first} to {last}, max |loss difference| {largest:.1e}"

@@ -92,7 +92,9 @@ def evaluate_texts(
     executor: StepExecutor, corpus: Corpus, ps: ParallelState
 ) -> dict[str, TextLoss]:
     """Name -> loss of each validation text of a corpus. Collective."""
-    here, rank, size = local_batches(ps), ps.index("dp"), ps.size("dp")
+    here = local_batches(ps)
+    rank = ps.index("dp")
+    size = ps.size("dp")
     found = {}
     for name, text in corpus.validation_texts.items():
         batches = _told(

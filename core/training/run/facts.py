@@ -26,7 +26,8 @@ def facts_of_run(
     if gpt is not None:
         facts["model"] = description(gpt)
     if corpus is not None:
-        tokenizer, file = corpus.tokenizer, corpus.tokenizer_file
+        tokenizer = corpus.tokenizer
+        file = corpus.tokenizer_file
         facts["tokenizer"] = {
             "path": None if file is None else str(file),
             "identity": tokenizer.identity,

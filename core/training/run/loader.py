@@ -69,12 +69,14 @@ class Loader:
         stopped: Callable[[], bool] = lambda: False,
         microbatches: int = 1,
     ) -> None:
-        self.gave_whole, self._microbatches = False, microbatches
+        self.gave_whole = False
+        self._microbatches = microbatches
         self.batches = batches
         self.train_steps = train_steps
         self.step = step
         self.stopped = stopped
-        self._data_rank, self._data_size = ps.index("dp"), ps.size("dp")
+        self._data_rank = ps.index("dp")
+        self._data_size = ps.size("dp")
         self._to_device = local_batches(ps)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

@@ -95,7 +95,8 @@ class _Meter:
         self._peak = peak_flops
         self._tokens_per_step = tokens_per_step
         self._experts = experts
-        self._last_read, self._first_step = time.perf_counter(), start
+        self._last_read = time.perf_counter()
+        self._first_step = start
         self._tokens: Tensor | float = 0.0
         self._skipped: Tensor | int = 0
 
@@ -140,11 +141,13 @@ class _Meter:
     def _read(self, step: int) -> tuple[float, float, int]:
         """(tokens per second, seconds per step, skipped steps) up to and with `step`; starts anew."""
         # waits for the device: take the time afterwards
-        tokens, skipped = (float(self._tokens), int(self._skipped))
+        tokens = float(self._tokens)
+        skipped = int(self._skipped)
         now = time.perf_counter()
         seconds = now - self._last_read
         steps = step + 1 - self._first_step
-        self._last_read, self._first_step = now, step + 1
+        self._last_read = now
+        self._first_step = step + 1
         self._tokens, self._skipped = 0.0, 0
         return tokens / seconds, seconds / steps, skipped
 

@@ -70,7 +70,9 @@ def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
 
 def layout_in_words(ps: ParallelState, run: RunConfig) -> str:
     """`4 processes on CPU: 2-way tensor parallel, 2-stage pipeline (1f1b)`."""
-    world, sizes, parts = ps.config.world_size, ps.sizes, []
+    world = ps.config.world_size
+    sizes = ps.sizes
+    parts = []
     device = "CPU" if ps.device.type == "cpu" else device_name(ps.device)
     if sizes["tp"] > 1:
         parts.append(
@@ -126,7 +128,8 @@ def tell(
     texts beside the baselines."""
     # what needs no model: how far the run got is seen against these
     output = Path(loaded.run.training.output)
-    records, baselines = log.records, dict(corpus.baselines)
+    records = log.records
+    baselines = dict(corpus.baselines)
     facts = run_facts(records, layout_in_words(ps, loaded.run), parameters)
     write_report(
         output / "report.png",

@@ -60,7 +60,8 @@ class KVCache:
     """
 
     def __init__(self, positions: int, padding: Tensor | None = None) -> None:
-        self.positions, self.padding = positions, padding
+        self.positions = positions
+        self.padding = padding
         self._layers: dict[int, LayerCache] = {}
 
     def layer(self, number: int) -> LayerCache:

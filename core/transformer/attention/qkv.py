@@ -38,8 +38,11 @@ def _split(
     r = width // (g * d) - 2
     # of each group: r query heads, then its key head, then its value head
     fused = y.view(s, b, g, r + 2, d).permute(1, 2, 3, 0, 4)  # [b, g, r+2, s, d]
-    q, k, v = fused[:, :, :r], fused[:, :, r], fused[:, :, r + 1]
-    new_q, new_k = y.new_empty(b, g, r, s, d), y.new_empty(b, g, s, d)
+    q = fused[:, :, :r]
+    k = fused[:, :, r]
+    v = fused[:, :, r + 1]
+    new_q = y.new_empty(b, g, r, s, d)
+    new_k = y.new_empty(b, g, s, d)
     if cos is None or sin is None:
         new_q.copy_(q)
         new_k.copy_(k)
@@ -119,7 +122,9 @@ def split_qkv_plainly(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`split_qkv` in plain autograd: for the compiler, and what the tests compare with."""
     fused = rearrange(y, "s b (g r d) -> b g r s d", g=groups, d=head_size)
-    q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+    q = fused[:, :, :-2]
+    k = fused[:, :, -2]
+    v = fused[:, :, -1]
     if tables is not None:
         q = rotate_plainly(q, tables[0][:, None], tables[1][:, None])
         k = rotate_plainly(k, *tables)

@@ -145,7 +145,8 @@ class CoreAttention(nn.Module):
         A mask of the user's own takes the place of the causal one, as without a window: later keys are there, too.
         """
         assert self.window is not None
-        queries, earlier = q.shape[2], k.shape[2] - q.shape[2]
+        queries = q.shape[2]
+        earlier = k.shape[2] - q.shape[2]
         outputs = []
         for start in range(0, queries, STRIP):
             stop = min(start + STRIP, queries)
@@ -178,7 +179,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
         super().__init__()
-        config, place = build.config, build.place
+        config = build.config
+        place = build.place
         heads_per_group = config.num_attention_heads // config.groups
         # Tensor ranks share groups, never a head: a group's queries stay with their key and value.
         self.groups = config.groups // place.tp
@@ -198,7 +200,8 @@ class SelfAttention(nn.Module):
             init=Init(std=config.output_std),
         )
         self.core_attention = spec.core_attention(build)
-        self.layer_number, self.cache_of_layer = build.layer, None
+        self.layer_number = build.layer
+        self.cache_of_layer = None
         self.q_layernorm = _qk_norm(build, spec, config.num_attention_heads)
         self.k_layernorm = _qk_norm(build, spec, config.groups)
         for submodule in (self.core_attention, self.q_layernorm, self.k_layernorm):
@@ -219,9 +222,11 @@ class SelfAttention(nn.Module):
             q, k, v = split_qkv(y, self.groups, self.head_size, rotary)
         else:
             q, k, v = split_qkv(y, self.groups, self.head_size, None)
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
+            q = self.q_layernorm(q)
+            k = self.k_layernorm(k)
             if rotary is not None:
-                q, k = rotate(q, rotary), rotate(k, rotary)
+                q = rotate(q, rotary)
+                k = rotate(k, rotary)
         # While text is generated, keys and values of earlier tokens come from the cache.
         if self.cache_of_layer is not None:
             k, v, padding = self.cache_of_layer.extend(k, v)

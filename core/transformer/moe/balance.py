@@ -84,7 +84,8 @@ class Balance:
         self._ps = build.parallel
         self._router = router
         assert config.num_moe_experts is not None
-        self._experts, self._stage = config.num_moe_experts, build.stage
+        self._experts = config.num_moe_experts
+        self._stage = build.stage
         # whether there is anything to attach
         self.is_on = config.balances_experts
         self._of_sequence = config.moe_router_load_balancing_type == "seq_aux_loss"
@@ -160,7 +161,8 @@ class _Shares:
     def wait(self) -> Tensor:
         if self._shares is None:
             assert self._counts is not None
-            counts, self._counts = self._counts.wait(), None
+            counts = self._counts.wait()
+            self._counts = None
             self._shares = counts / counts.sum(1, keepdim=True)
         return self._shares
 
@@ -174,7 +176,9 @@ class _Auxiliary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, shares: _Shares, load: Load) -> Tensor:
-        ctx.shares, ctx.load, ctx.shape = shares, load, scores.shape
+        ctx.shares = shares
+        ctx.load = load
+        ctx.shape = scores.shape
         ctx.scores = scores.sum(0) if load.is_logged else None
         return scores.new_zeros(())
 

@@ -98,7 +98,8 @@ class _WeightedActivation(torch.autograd.Function):
         ctx: Any, y: Tensor, weights: Tensor, activation: Activation, is_gated: bool
     ) -> Tensor:
         ctx.save_for_backward(y, weights)
-        ctx.activation, ctx.is_gated = activation, is_gated
+        ctx.activation = activation
+        ctx.is_gated = is_gated
         return _activate(y, activation, is_gated).mul_(weights.to(y.dtype))
 
     @staticmethod

@@ -31,12 +31,14 @@ class MoELayer(nn.Module):
 
     def __init__(self, build: Build) -> None:
         super().__init__()
-        config, ps = build.config, build.parallel
+        config = build.config
+        ps = build.parallel
         assert config.num_moe_experts is not None
         self.parallel = ps
         self._tensor_group = ps.group("tp")
         self._expert_group = ps.group("ep")
-        self.router, self.experts = Router(build), Experts(build)
+        self.router = Router(build)
+        self.experts = Experts(build)
         self.balance = Balance(build, self.router)
         self.shared_experts: MLP | None = None
         if config.moe_shared_expert_intermediate_size is not None:

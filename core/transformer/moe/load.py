@@ -54,7 +54,8 @@ class Load:
     """
 
     def __init__(self, experts: int, *, remembers: bool) -> None:
-        self.remembers, self.is_logged = remembers, False
+        self.remembers = remembers
+        self.is_logged = False
         self._experts = experts
         self._counts = Counts([0] * experts)
         # of the router's weight, when counting began
@@ -85,7 +86,8 @@ class Load:
 
     def take(self) -> Counts:
         """What was counted; counting begins again."""
-        counts, self._counts = self._counts, Counts([0] * self._experts)
+        counts = self._counts
+        self._counts = Counts([0] * self._experts)
         self._version = None
         return counts
 
@@ -155,7 +157,8 @@ class Loads:
         most = self._over_ranks(received, "max").tolist()
         experts, found = rows.shape[1], []
         for router, summed, most_received in zip(self.routers, sums, most, strict=True):
-            of_experts, of_losses = summed[:experts], summed[experts:]
+            of_experts = summed[:experts]
+            of_losses = summed[experts:]
             mean = sum(of_experts) / experts or 1.0
             positions = sum(of_experts) / router.top_k or 1.0
             means = {name: loss / positions for name, loss in zip(names, of_losses, strict=True)}

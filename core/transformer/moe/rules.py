@@ -16,7 +16,8 @@ ExpertFacts = Any
 
 def moe_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:
     """(holds, message) for every fact about experts."""
-    experts, top_k = config.num_moe_experts, config.moe_router_topk
+    experts = config.num_moe_experts
+    top_k = config.moe_router_topk
     if experts is None:
         yield (
             config.moe_shared_expert_intermediate_size is None,

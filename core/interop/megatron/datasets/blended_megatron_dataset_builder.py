@@ -23,7 +23,8 @@ def blending_order(
     """
     dataset_index = np.empty(size, np.int16)
     sample_index = np.empty(size, np.int64)
-    taken, unexhausted = [0] * len(weights), list(range(len(weights)))
+    taken = [0] * len(weights)
+    unexhausted = list(range(len(weights)))
     for position in range(size):
         # the data set that is furthest behind its share goes next; of equal ones the first
         behind = [weights[dataset] * max(position, 1.0) - taken[dataset] for dataset in unexhausted]

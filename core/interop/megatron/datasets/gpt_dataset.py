@@ -75,7 +75,8 @@ class MockDocuments:
     """100,000 documents of 1 to 4,095 tokens that count up, each ending in the end of text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._vocab, self._end = tokenizer.vocab_size, tokenizer.eod
+        self._vocab = tokenizer.vocab_size
+        self._end = tokenizer.eod
         lengths = np.random.default_rng(seed=0).integers(
             1, _MOCK_MAX_LENGTH, _MOCK_DOCUMENTS, dtype=np.int32
         )
@@ -107,7 +108,8 @@ class GPTDataset(torch.utils.data.Dataset):
         self.source = source
         self.documents = documents
         self.num_samples = num_samples
-        self.index_split, self.config = index_split, config
+        self.index_split = index_split
+        self.config = config
         self.pad = getattr(config.tokenizer, "pad", -1)
         if len(self) < 1:
             raise ValueError(
@@ -164,7 +166,8 @@ class GPTDataset(torch.utils.data.Dataset):
         starts = np.concatenate([[0], np.cumsum(lengths)])
 
         # samples, likewise
-        joint_samples, count = self._samples_in(joint_epochs), len(self)
+        joint_samples = self._samples_in(joint_epochs)
+        count = len(self)
         dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
         samples = shuffled(np.arange(joint_samples, dtype=dtype))
         last_epoch = shuffled(np.arange(joint_samples, count, dtype=dtype))
@@ -196,7 +199,8 @@ class GPTDataset(torch.utils.data.Dataset):
         else:
             number = range(len(self))[idx]
         text = self._text(number)
-        tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
+        tokens = text[:-1].contiguous()
+        labels = text[1:].contiguous()
         masks = masks_and_positions(
             tokens,
             config.tokenizer.eod,
@@ -231,7 +235,8 @@ def masks_and_positions(
     ends = tokens == eod
     # the end belongs to its document
     document = torch.cumsum(ends, 0) - ends.long()
-    positions, loss_mask = torch.arange(s), torch.ones(s)
+    positions = torch.arange(s)
+    loss_mask = torch.ones(s)
     masks = {"loss_mask": loss_mask}
     if eod_mask_loss:
         loss_mask[ends] = 0.0

@@ -59,7 +59,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens of sequence `idx` from `offset`, to its end by default."""
         idx = range(len(self))[idx]
-        start, end = int(self._starts[idx]), int(self._starts[idx + 1])
+        start = int(self._starts[idx])
+        end = int(self._starts[idx + 1])
         stop = end if length is None else start + offset + length
         if not start <= start + offset <= stop <= end:
             raise ValueError(

@@ -189,7 +189,8 @@ class LlamaLike:
 
     def fields(self, model: HuggingFaceModel) -> Fields:
         """What the family would say of a model of ours."""
-        config, biased = model.config, model.config.add_bias_linear
+        config = model.config
+        biased = model.config.add_bias_linear
         fields = {
             "num_hidden_layers": config.num_layers,
             "hidden_size": config.hidden_size,

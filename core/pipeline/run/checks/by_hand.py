@@ -75,7 +75,9 @@ class UpdateWatch:
     """
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._ps, self._modules, self._has_warned = ps, modules, False
+        self._ps = ps
+        self._modules = modules
+        self._has_warned = False
         # of the trainable parameters, when the last step ended
         self._versions: list[int] | None = None
         self._step = 0

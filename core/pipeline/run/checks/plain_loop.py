@@ -85,7 +85,9 @@ class ScaleWatch:
     """
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._ps, self._modules, self._steps = ps, modules, 0
+        self._ps = ps
+        self._modules = modules
+        self._steps = 0
         self._samples: list[SampledElements] = []
         # [1]: of this rank's gradients, NaN if they have not one factor
         self._factor: Tensor | None = None
@@ -247,12 +249,14 @@ class LossWatch:
     stages of the rank that computes the loss, and for no others."""
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._has_warned = modules, False
+        self._modules = modules
+        self._has_warned = False
         self._by_hand = ByHand(self._hear) if ps.size("pp") > 1 else None
 
     def around(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """`loss_fn`, listened to; itself from the second step on."""
-        by_hand, self._by_hand = self._by_hand, None
+        by_hand = self._by_hand
+        self._by_hand = None
         if by_hand is None:
             return loss_fn
 

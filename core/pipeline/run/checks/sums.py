@@ -47,7 +47,8 @@ class SumsWatch:
             self._replicas = ps.size("dp-cp")
         else:
             self._replicas = 1
-        self._modules, self._steps = modules, 0
+        self._modules = modules
+        self._steps = 0
         self._is_over = False  # told, or nothing to tell
         self._result: StepResult | None = None
         self._divisor: Tensor | float = 1.0  # loss scale
@@ -77,7 +78,8 @@ class SumsWatch:
             return result
         self._steps += 1
         if is_watched_step(self._steps):
-            self._result, self._divisor = result, loss_scale
+            self._result = result
+            self._divisor = loss_scale
             parameters = dict.fromkeys(parameters_of(self._modules))
             self._states = {id(parameter): _state_of(parameter) for parameter in parameters}
             if self._is_alone and not any(map(has_main_grad, parameters)):
@@ -85,13 +87,16 @@ class SumsWatch:
         return result
 
     def _forget(self) -> None:
-        self._result, self._states, self._samples = None, {}, []
+        self._result = None
+        self._states = {}
+        self._samples = []
 
     @torch.no_grad()
     def _look(
         self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        result, states = self._result, self._states
+        result = self._result
+        states = self._states
         assert result is not None
         takes_tokens = hasattr(optimizer, "shard")
         # args[0] is the optimizer

@@ -24,7 +24,8 @@ class _DataclassNode:
     """A dataclass instance as a node of a pytree, so that users need not register their class with torch."""
 
     def __init__(self, dataclass_type: type, fields: dict[str, Any]) -> None:
-        self.dataclass_type, self.fields = dataclass_type, fields
+        self.dataclass_type = dataclass_type
+        self.fields = fields
 
 
 def _flatten_node(node: _DataclassNode) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:

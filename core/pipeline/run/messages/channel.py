@@ -192,7 +192,9 @@ class Channel:
         rows: int | None = None,
     ) -> None:
         self._rows = rows
-        self._plan, self._groups, self._device = plan, groups, device
+        self._plan = plan
+        self._groups = groups
+        self._device = device
         self._global_rank = global_rank
         self._prefetch_depth = prefetch_depth
         # the form of outputs and gradients, by (F or B, receiving stage); known after the first message of a step

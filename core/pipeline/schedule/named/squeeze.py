@@ -45,7 +45,9 @@ class _PatternScheduler(ListScheduler):
 
     def choose(self, rank: int, now: float) -> tuple[float, tuple[int, int, int] | None]:
         """As the base's, by another order."""
-        best, best_unit, later = None, float("inf"), []
+        best = None
+        best_unit = float("inf")
+        later = []
         for _, stage, microbatch, arrival, kind in self.options(rank):
             unit = WEIGHT_PREFERENCE
             if kind != W:
@@ -53,7 +55,8 @@ class _PatternScheduler(ListScheduler):
             if arrival > now:
                 later.append((arrival, unit))
             elif unit < best_unit:
-                best, best_unit = (stage, microbatch, kind), unit
+                best = (stage, microbatch, kind)
+                best_unit = unit
         if best is None:
             return min(later, default=(-1.0, 0.0))[0], None
         stage, _, kind = best
@@ -74,7 +77,8 @@ def squeeze(
     plain: the pattern as it is, W included. max_active: stage activations that a rank may hold. Of a few policies and
     `plain` it is the best for F = I = W; of those within 0.5 % of it the best for costs as they usually are.
     """
-    placement, count = plain.placement, plain.microbatches
+    placement = plain.placement
+    count = plain.microbatches
     chunks = plain.stages // plain.ranks
     equal_problem = SchedulingProblem(placement, count, Costs().divided(chunks))
     usual_problem = SchedulingProblem(placement, count, USUAL_COSTS.divided(chunks))

@@ -163,7 +163,8 @@ def _repeat_building_block(
                     active -= 1
             if not leg:
                 continue
-            kind, stage = leg[0], stage_of_chunk[leg[1]]
+            kind = leg[0]
+            stage = stage_of_chunk[leg[1]]
             unit_of[kind, stage, microbatch] = unit
             yield Action(kind, stage, microbatch)
             if kind == "F":

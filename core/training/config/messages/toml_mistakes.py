@@ -28,7 +28,8 @@ def explained(text: str, error: ValueError) -> str:
 
 def _of_line(line: str, words: str, above: Sequence[str]) -> str:
     """The remedy for one line; empty: none is known."""
-    header, setting = _HEADER.match(line), _SETTING.match(line)
+    header = _HEADER.match(line)
+    setting = _SETTING.match(line)
     if header:
         if words.startswith("Cannot declare"):
             first = next(

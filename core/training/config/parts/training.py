@@ -104,7 +104,8 @@ class TrainingConfig:
             self.recompute in known,
             f"unknown recompute {self.recompute!r}; known: {', '.join(known)}{megatron}",
         )
-        chunk, keeps = self.loss_chunk, self.recompute_keeps
+        chunk = self.loss_chunk
+        keeps = self.recompute_keeps
         yield (
             chunk is None or chunk >= 1,
             f"loss_chunk={chunk} must be at least 1 token; leave it out for all",

@@ -157,7 +157,8 @@ class Corpus:
     @property
     def validation_batches(self) -> int:
         """How many `validation` gives."""
-        valid, rows = self.valid, self.training.global_batch_size
+        valid = self.valid
+        rows = self.training.global_batch_size
         parts = [part for _, part in valid.parts] if isinstance(valid, BlendedBatches) else [valid]
         batches = sum(-(-part.num_samples // rows) for part in parts if part is not None)
         return min(batches, self.training.eval_batches or batches)
@@ -242,7 +243,8 @@ class Corpus:
     def _batches(
         self, parts: tuple[Part, ...], eod_mask_loss: bool, *, short: bool
     ) -> GPTBatches | BlendedBatches:
-        data, rows = self.data, self.training.global_batch_size
+        data = self.data
+        rows = self.training.global_batch_size
         conversations = [source for _, source in parts if source.marks_answers]
         if conversations and len(parts) > 1:
             raise ValueError(

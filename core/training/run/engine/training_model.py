@@ -65,7 +65,8 @@ class TrainingModel(EngineFace):
         self.executor = executor
         self.checkpoints = checkpoints
         self.loss_fn = loss_fn
-        self.training_config, self._owns_signals = training, False
+        self.training_config = training
+        self._owns_signals = False
         # gradient accumulation: microbatches of one update on one rank
         rows_per_replica = training.global_batch_size // self.dp_world_size
         self.accumulation = rows_per_replica // training.micro_batch_size
