@@ -10,7 +10,9 @@ from math import prod
 
 from torch import Tensor
 
-Box = tuple[slice, ...]
+Slices = tuple[
+    slice, ...
+]  # of a whole tensor; pairs of bounds, which hash and are told between ranks, are a `flat.Box`
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class Layout:
             shape[dim] //= size
         return tuple(shape)
 
-    def box(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Box:
+    def box(self, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> Slices:
         """The true elements of the full tensor that lie at `coordinate`: slices, empty where all is padding."""
         local = self.local_shape(sizes)
         start = [0] * len(self.shape)

@@ -18,6 +18,7 @@ from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
 from core.parallel_state.collectives import Group
+from core.tensor_parallel.head_counts import whole_heads
 
 _REMEDIES = {
     "reduction": (
@@ -188,6 +189,22 @@ class SplitActivations(Follower):
         elif outcome is not None:
             for tensor, axes in outcome:
                 self.mark(tensor, axes)
+            self._tell_of_heads(name, args, result)
+
+    def _tell_of_heads(self, name: str, args: tuple, result: Any) -> None:
+        size = self._group.size
+        found = whole_heads(name, args, result, size)
+        if found is None or "heads" in self._told or self._message:
+            return
+        self._told.add("heads")
+        heads, label = found
+        warnings.warn(
+            f"{name} of {list(args[0].shape)}, this tensor rank's columns, as {list(result.shape)}: {heads} heads "
+            f"({label}) on each of {size} ranks are {heads * size} in all, each 1/{size} as wide as on one rank. "
+            f"Write view(..., -1, head_size), or {label} // {size}; if {heads} is this rank's count, say so in its "
+            f"name (local_{label})",
+            stacklevel=5,
+        )
 
     def _follow_sum(
         self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any

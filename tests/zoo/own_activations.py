@@ -60,6 +60,27 @@ class FlatInThree(Flat):
         return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class Heads(Attention):
+    """Heads by number. of_rank: how many are this rank's, by the heads in all and the tensor ranks."""
+
+    def __init__(self, place, of_rank, name="n_head"):
+        super().__init__(place)
+        self.n_head, self.ranks, self.of_rank = HEADS, place.tp, of_rank
+        if name != "n_head":
+            del self.n_head
+            setattr(self, name, HEADS // place.tp)
+
+    def forward(self, x):
+        b, s, _ = x.shape
+        heads = self.of_rank(self)
+        q, k, v = self.qkv(x).view(b, s, 3, heads, -1).permute(2, 0, 3, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+def heads(of_rank, name="n_head"):
+    return weights(train, attention=lambda place: Heads(place, of_rank, name))
+
+
 class ByHand(Attention):
     """Attention as everybody writes it: softmax over keys, an einsum, rotary halves, norms of each head."""
 
@@ -240,6 +261,17 @@ CASES = [
         "`core.tensor_parallel.sum_gradient(weight, group)`",
     ),
     Case("attention with fewer keys and values", weights(train, attention=Queries)),
+    told(
+        "all heads on a rank's columns, `view(b, s, 3, self.n_head, -1)`",
+        heads(lambda module: module.n_head),
+        "`view(b, s, 3, -1, d)`",
+        "4 heads .n_head. on each of 2 ranks are 8 in all",
+    ),
+    Case("a rank's heads, `self.n_head // tp`", heads(lambda module: module.n_head // module.ranks)),
+    Case(
+        "a rank's heads, `self.num_heads_per_partition`",
+        heads(lambda module: module.num_heads_per_partition, "num_heads_per_partition"),
+    ),
     told("q, k and v flat, `chunk(3, -1)` of `3 * h`", weights(train, attention=FlatInThree), PARTS, "split_dim=1"),
     told("q, k and v flat, `view(b, s, 3, -1, d)`", weights(train, attention=Flat), PARTS, "split_dim=1"),
     Case("gate and up as `(2, f)`, `chunk(2, -1)`", between(gated, (2, FFN), split_dim=1)),

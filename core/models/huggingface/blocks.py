@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from core.parallel_state.layout import Slices
 from core.transformer.transformer_config import TransformerConfig
-
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ Ours are [E, 2, f, h] (gate, then up) and [E, h, f]; a rank's box holds whole ex
 
 from collections.abc import Iterator
 
-from core.models.huggingface.blocks import Block, Kind, Slices
+from core.models.huggingface.blocks import Block, Kind
+from core.parallel_state.layout import Slices
 from core.transformer.transformer_config import TransformerConfig
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from core.models.gpt.gpt_model import GPTModel
-from core.models.huggingface.blocks import Block, Slices
+from core.models.huggingface.blocks import Block
 from core.models.huggingface.families import FAMILIES
 from core.models.huggingface.rows import STACKED_ROWS, Row, rows_of
 from core.models.huggingface.sources import Folder, Recorded, StateDict, WeightSource
 from core.parallel_state import layout_of
-from core.parallel_state.layout import true_part
+from core.parallel_state.layout import Slices, true_part
 from core.parallel_state.modules import named_buffers
 from core.transformer.transformer_config import TransformerConfig
 

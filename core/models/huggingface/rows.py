@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from core.models.huggingface.blocks import (
     Block,
     Kind,
-    Slices,
     gate_up,
     gate_up_fused,
     qkv,
@@ -21,6 +20,7 @@ from core.models.huggingface.expert_blocks import (
     stacked_experts,
     stacked_gate_up,
 )
+from core.parallel_state.layout import Slices
 from core.transformer.transformer_config import TransformerConfig
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from core.models.huggingface.blocks import Slices
 from core.models.huggingface.facts import no_folder
+from core.parallel_state.layout import Slices
 
 # masks and rotary tables that older transformers stored beside the weights; we compute them
 _BUFFERS = re.compile(r"(transformer\.h\.\d+\.attn\.(masked_)?bias|model\..*rotary_emb\.inv_freq)")

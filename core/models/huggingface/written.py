@@ -14,7 +14,6 @@ from core.dist_checkpointing.reading.read import memory_of
 from core.dist_checkpointing.tools.safetensors_files import FileTensor
 from core.models.gpt.description import described, description_of, differences
 from core.models.gpt.gpt_model import GPTModel
-from core.models.huggingface.blocks import Slices
 from core.models.huggingface.companions import copy_companions, write_companions
 from core.models.huggingface.facts import Facts
 from core.models.huggingface.families import family_of, from_huggingface
@@ -22,6 +21,7 @@ from core.models.huggingface.family.family import Family, HuggingFaceModel
 from core.models.huggingface.matching import matching_family
 from core.models.huggingface.rows import Row, rows_of
 from core.parallel_state import ParallelState, layout_of
+from core.parallel_state.layout import Slices
 from core.parallel_state.modules import named_buffers
 
 

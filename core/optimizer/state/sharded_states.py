@@ -14,7 +14,7 @@ from core.dist_checkpointing.state.mapping import sharded_state_dict as module_s
 from core.optimizer.state.flat_shard import ParameterShard, parameter_shards
 from core.optimizer.state.state_buffers import StateBuffer
 from core.parallel_state.collectives import all_gather_objects
-from core.parallel_state.layout import Box, Layout, layout_of, true_part
+from core.parallel_state.layout import Layout, Slices, layout_of, true_part
 from core.parallel_state.modules import named_buffers, named_parameters, named_stacks
 from core.parallel_state.state import ParallelState
 
@@ -30,7 +30,7 @@ class OptimizerShard:
 
     tensor: Tensor
     layout: Layout
-    box: Box
+    box: Slices
     interval: tuple[int, int] | None = None
 
 
