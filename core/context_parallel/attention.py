@@ -23,6 +23,7 @@ class Exchange:
         self._ps = ps
         self.rows = ContextRows.of_state(ps)
         self.heads: Group | None = ps.group("ulysses")
+        # Megatron's names of the ways: p2p is the ring, a2a Ulysses, a2a+p2p both, all_gather what is left
         self._travels = self.rows.ring > 1 and ps.config.cp_comm_type in ("p2p", "a2a+p2p")
         self._group = ps.group("cp") if self.rows.ring > 1 else None
 
@@ -30,6 +31,7 @@ class Exchange:
     def _ring(self) -> ring.Ring:
         members = self._ps.grid.members(self._ps.rank, "cp")
         u = self.rows.ulysses
+        # every u-th rank: neighbours in the context group exchange heads, so that these hold other rows
         return ring.Ring(self._ps, members[self.rows.rank % u :: u])
 
     def of_rows(self, q: Tensor, documents: Documents | None, scale: float) -> RowsOfRing:
@@ -69,6 +71,8 @@ class _ContextAttention(torch.autograd.Function):
         ctx.scale = scale
 
         def attend() -> tuple[Tensor, ...]:
+            # Ulysses first: after it this rank has some heads of more rows, and rings or gathers only with its
+            # likes
             if exchange.heads is None:
                 return exchange.forward(exchange.of_rows(q, documents, scale), q, k, v)
             here = to_heads((q, k, v), exchange.heads)
@@ -93,6 +97,7 @@ class _ContextAttention(torch.autograd.Function):
         exchange = ctx.exchange
         *kept, logsumexp = ctx.saved_tensors
         heads = exchange.heads
+        # what is saved has the layout of heads, or that of rows; the gradient is brought to the same
         if ctx.by_heads:
             (grad,) = to_heads((grad,), heads)
         elif heads is not None:

@@ -42,6 +42,7 @@ def backward(
     pending = start_all_gather(torch.stack((k, v))[None], group)
     own = gradients.add(rows.own, k, v)
     of_ranks = pending.wait()
+    # as large as what was gathered; the zeros are keys that no query of this rank sees
     sums = torch.zeros_like(of_ranks)
     sums[rows.rank, 0], sums[rows.rank, 1] = own
     for block in rows.others:
@@ -49,6 +50,7 @@ def backward(
         keys = slice(block.keys.start, block.keys.stop)
         dk, dv = gradients.add(block, of_source[0], of_source[1])
         sums[block.source, 0, :, :, keys], sums[block.source, 1, :, :, keys] = dk, dv
+    # before the reduce-scatter takes memory of its own
     del of_ranks
     of_own = reduce_scatter(sums, group)[0]
     return gradients.of_queries(), of_own[0], of_own[1]

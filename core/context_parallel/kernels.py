@@ -70,6 +70,7 @@ def plain_backward(
     out = out.to(compute).reshape(shape)
     dv = (probabilities.mT @ grad).sum(2)
     dp = grad @ v.to(compute)[:, :, None].mT
+    # FlashAttention's form of softmax's backward: grad . out is the row's sum of p dp, over all blocks
     ds = probabilities * (dp - (grad * out).sum(-1, keepdim=True)) * scale
     dq = (ds @ k.to(compute)[:, :, None]).reshape(q.shape)
     dk = (ds.mT @ q.to(compute).reshape(shape)).sum(2)
@@ -158,6 +159,7 @@ def _efficient_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     b, g, t, d = k.shape
+    # the kernel reads logsumexp in tiles of 32 rows; e^(score - inf) = 0 leaves the filled ones out
     rows = -q.shape[2] % 32
     logsumexp = torch.nn.functional.pad(logsumexp, (0, rows), value=torch.inf)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -200,6 +202,7 @@ def kernel_of(
     """The first fused kernel that runs here and agrees with the plain twin; else the twin."""
     if device.type == "meta":
         return PLAIN
+    # of its own: a try draws none of the user's random numbers
     generator = torch.Generator().manual_seed(0)
 
     def random(heads: int) -> Tensor:
@@ -215,26 +218,21 @@ def kernel_of(
     bias = None
     if biased:
         bias = torch.zeros(1, 1, 32, 32, dtype=dtype, device=device)
-    if bias is not None:
         bias[..., 16:] = -torch.inf
     expected = _both(PLAIN, q, k, v, grad, bias)
+    # kernels sum in another order; 16-bit ones round their output as well
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.05)
     for kernel in _FUSED:
+        # its signature has no bias
         if biased and kernel[0] is _flash_forward:
             continue
         try:
             found = _both(kernel, q, k, v, grad, bias)
-        except (
-            RuntimeError,
-            NotImplementedError,
-            TypeError,
-            AttributeError,
-        ):  # not on this device, or renamed
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+            # not on this device, or renamed
             continue
-        if all(
-            (a - b).abs().max() <= tolerance * (1 + b.abs().max())
-            for a, b in zip(found, expected, strict=True)
-        ):
+        pairs = zip(found, expected, strict=True)
+        if all((a - b).abs().max() <= tolerance * (1 + b.abs().max()) for a, b in pairs):
             return kernel
     return PLAIN
 

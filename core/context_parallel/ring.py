@@ -50,6 +50,7 @@ def forward(rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tu
         held = passed.wait()
         if block is not rows.others[-1]:
             passed = Passed(held, ring)
+        # while the next one is on its way
         attended.add(block, held[0], held[1])
     return attended.result()
 

@@ -94,6 +94,7 @@ class GPTModel(ModelWeights):
     ) -> None:
         super().__init__()
         self.parallel = ps = parallel if parallel is not None else current_state()
+        # both before anything is allocated
         check_layout(config, ps.config, transformer_layer_spec)
         check_dtype(ps.device, config.params_dtype)
         self.config = config
@@ -216,6 +217,7 @@ class GPTModel(ModelWeights):
                 output = self._run_layers(s, tokens, position_ids, mask, labels)
         else:
             output = self._run_layers(s, tokens, position_ids, mask, labels)
+        # an executor knows that it sums over the ranks; in a loop of the user's own, mistakes are looked for
         in_plain_loop = (
             output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
         )

@@ -78,6 +78,7 @@ class _HeadLoss(torch.autograd.Function):
         chunk: int,
         ignore: int,
     ) -> Tensor:
+        # autocast does not reach into a Function: it must cast its inputs itself
         kind = x.device.type
         matrix = weight
         held = x
@@ -98,6 +99,7 @@ class _HeadLoss(torch.autograd.Function):
             local[0, rows], local[1, rows] = exp_sums(logits)
         local[2].masked_fill_(~found.is_local, 0)
         per_rank = all_gather(local[None], group)  # [tp, 3, n]
+        # each rank's sums are relative to its own maximum; here they become relative to that of the whole row
         row_max = per_rank[:, 0].amax(0)
         logsumexp = (per_rank[:, 1] * (per_rank[:, 0] - row_max).exp()).sum(0).log() + row_max
         loss = (logsumexp - per_rank[:, 2].sum(0)).masked_fill_(~found.counted, 0)
@@ -130,6 +132,8 @@ class _HeadLoss(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         matrix = weight.detach().to(x.dtype)
         grad_loss = gradient.reshape(-1).to(logsumexp.dtype) * found.counted
+        # with a main_grad, chunks add their products straight into it; else they need a sum of their own for
+        # autograd
         past_autograd = wants_dw and delivers(ctx, weight, ctx.region)
         target = main_grad_of(weight) if past_autograd else None
         dw = target
@@ -144,9 +148,11 @@ class _HeadLoss(torch.autograd.Function):
                 torch.mm(logits, matrix, out=dx[rows])
             if dw is not None:
                 add_product(dw, flat[rows], logits)
+        # W has nothing to compute, but who counts gradients is told of this parameter there
         if target is not None and ctx.bag is not None and ctx.bag.open:
             ctx.bag.put(_Arrived(weight))
         if dx is not None:
+            # of this rank's columns only: the sum over tensor ranks, or this rank's rows of it
             dx = dx.view(x.shape)
             dx = (comm.after_backward(dx).wait() if comm.after_backward is not None else dx).to(
                 ctx.dtype

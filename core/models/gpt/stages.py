@@ -25,6 +25,7 @@ def split_layers(
     """
     if costs is None:
         layer_costs, output_cost = multiplications_per_token(config, vocab_size, sequence_length)
+        # by their matmuls, in which most of a stage's time goes
         costs = [*map(float, layer_costs), float(output_cost)]
     if len(costs) != config.num_layers + 1:
         raise ValueError(
@@ -61,6 +62,7 @@ def gpt_stages(
             "ranks; every one of them needs a stage"
         )
     end_ranks = placement[0], placement[-1]
+    # the embedding group is made of these pipeline ranks
     if tied and end_ranks not in ((0, 0), (0, ranks - 1)):
         raise ValueError(
             f"tied embeddings need the first stage on pipeline rank 0 and the last on 0 or {ranks - 1}, the "
@@ -88,6 +90,7 @@ def gpt_stages(
                 post_process=stage == stages - 1,
                 layers=layers_of_stage[stage],
                 share_embeddings_and_output_weights=tied,
+                # stage 0 was built first, if this rank has it: the same parameter for both ends
                 tied_with=models.get(0) if 0 < stage == stages - 1 else None,
                 ends_share_a_rank=end_ranks[0] == end_ranks[1],
                 parallel=ps,

@@ -71,6 +71,7 @@ def export_huggingface(
     }
     ours = Parameters(form, arrays, str(checkpoint), lambda part: next(in_order))
     files = tensors_by_file(ours.their_tensors(), file_bytes)
+    # the files are written in this order, so each parameter is read once, and while the one before is written
     parts = ours.reads(tensor for tensors in files for tensor in tensors)
     with ExitStack() as opened:
         temporary = _new_folder(opened, folder, files)
@@ -131,9 +132,12 @@ def save_huggingface(
     than `source` describes, a fact that no family has, a folder that is there), OSError (no space). Nothing
     half-written is left.
     """
-    parallel = (
-        model.ps if isinstance(model, DataParallel) else ps if ps is not None else default_state()
-    )
+    if isinstance(model, DataParallel):
+        parallel = model.ps
+    elif ps is not None:
+        parallel = ps
+    else:
+        parallel = default_state()
     weights = _Gathered(model, parallel)
 
     with ExitStack() as opened:
@@ -161,6 +165,7 @@ def save_huggingface(
                 for part in ours.reads(tensor for file in files for tensor in file)
             ]
 
+        # rank 0 decides what it writes first; all ranks must gather in that order
         weights.order = [Part(key, layer) for key, layer in from_first(begin, parallel)]
         agree(problem_of(lambda: weights.in_order(write)), parallel)
         # the folder is published here
@@ -169,9 +174,8 @@ def save_huggingface(
 
 
 def _gpt_of(model: DataParallel | Modules) -> GPTModel:
-    stage = next(
-        iter(modules_of(model.module if isinstance(model, DataParallel) else model).values())
-    )
+    modules = model.module if isinstance(model, DataParallel) else model
+    stage = next(iter(modules_of(modules).values()))
     if not isinstance(stage, GPTModel):
         raise ValueError(
             f"the model is a {type(stage).__name__}, a GPTModel is needed: no family of Hugging Face's is known for "
@@ -223,6 +227,7 @@ class _Gathered:
         ps = self._ps
         self._done += 1
         info = self._save.arrays[part.key]
+        # the plan has one cell per layer of a stack, or one for the whole array
         index = (part.layer or 0, *(0 for _ in info.shape[1:]))
         plan = self._plans[part.key, index]
         # of a stack the layers that this rank holds of it
@@ -248,6 +253,7 @@ def _largest_difference(
     """Between transformers' logits of what was written and ours of what the checkpoint holds, both in float32."""
     from transformers import AutoModelForCausalLM
 
+    # 16-bit logits would differ by rounding alone
     in_float32 = replace(model_form.config, params_dtype=torch.float32, pipeline_dtype=None)
     arguments = model_form.arguments() | {"config": in_float32}
     ours = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0).eval()

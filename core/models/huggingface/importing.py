@@ -55,6 +55,7 @@ def import_huggingface(
     # names, shapes and layouts, no memory
     with torch.device("meta"):
         model = GPTModel(**model_form.arguments(), parallel=ParallelState.single("cpu"), seed=0)
+    # all names and shapes are compared here, before hours of copying
     weights = open_weights(model, source)
     weights.check_tied(model)
     infos = {path_of(shard.key): shard.info for shard in model.sharded_state_dict().values()}
@@ -115,6 +116,7 @@ def _cells(
     for key, info in infos.items():
         parameters: dict[int, Tensor] = {}
         for index, box in cells(info.shape, Chunking.from_metadata(metadata[key]).cell):
+            # of a stack the first dim is the layer
             layers, inner = (range(*box[0]), box[1:]) if info.stacked else (range(1), box)
             # cells come layer by layer, so earlier layers are needed no more
             parameters = {layer: tensor for layer, tensor in parameters.items() if layer in layers}

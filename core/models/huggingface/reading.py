@@ -73,10 +73,12 @@ class OpenedWeights:
         """
         row = self._rows[name]
         shape = row.kind.our_shape(self._source.shape(row.hf_names[0]), self._config)
+        # nearly all parameters are one tensor of theirs as it lies: no copy then
         first, *others = row.blocks(_full_box(shape), self._config)
         if not others and not first.transposed:
             return self._numbers(first).reshape(shape)
         first_element = tuple(slice(0, 1) for _ in first.hf_slices)
+        # one element tells the dtype, without reading the tensor
         values = torch.empty(shape, dtype=self._source.read(first.name, first_element).dtype)
         self.fill(name, values, _full_box(shape))
         return values
@@ -102,6 +104,7 @@ class OpenedWeights:
         """A model that ties its ends has no place for a head unlike its table. ValueError: there is one."""
         table = dict(model.named_parameters()).get(_EMBEDDING)
         head = self._rows[_HEAD].hf_names[0]
+        # files of a tied model may hold the table twice
         if not model.tied or table is None or head not in self._source:
             return
         box = layout_of(table).box(model.parallel.coordinate, model.parallel.sizes)
@@ -146,6 +149,7 @@ def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
         tables = {id(family.rows): family.rows for family in FAMILIES.values()} | {
             id(STACKED_ROWS): STACKED_ROWS
         }
+        # families share names: the table that knows most of them, and lacks fewest, is theirs
         best = max(tables.values(), key=lambda table: _fit(source, table, config))
         return rows_of(best, range(config.num_layers), config.num_moe_experts)
     for table in _TABLES:
@@ -163,6 +167,7 @@ def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
 
 def _fit(source: Recorded, table: Iterable[Row], config: TransformerConfig) -> tuple[int, int]:
     """How many names of the ends and of the first and last layer the source has; then how few it has not."""
+    # the first and the last layer tell kinds apart where only some layers have experts, at the cost of two
     rows = rows_of(table, {0, config.num_layers - 1}, config.num_moe_experts)
     names = [name for row in rows.values() for name in row.hf_names]
     known = sum(name in source for name in names)
@@ -205,7 +210,9 @@ def _check_counterparts(
                 f"the Hugging Face weights have no counterpart of {name}; is the model type right?"
             )
         _check_shapes(name, layout_of(parameter).shape, rows[name], source, model.config)
+    # a tensor without a parameter here is another stage's only if its whole module is
     local_modules = {_module_of(name) for name in parameters}
+    # GPT-2's positions: a model without them must refuse such a tensor, not take it for another stage's
     if model.pre_process:
         local_modules.add("embedding.position_embeddings")
     for name, row in rows.items():
@@ -237,6 +244,7 @@ def _check_shapes(
             f"query, key and value have {tuple(rows)} rows in the Hugging Face weights, expected {sizes}"
         )
     mismatched = next(hf_name for hf_name in expected if actual[hf_name] != expected[hf_name])
+    # a transposed tensor: the shape of ours would read as if it fitted
     if len(expected) == 1 and actual[mismatched][::-1] != expected[mismatched]:
         ours = shape
     else:

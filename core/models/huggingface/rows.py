@@ -56,6 +56,7 @@ class Row:
         """Hugging Face name -> shape, where ours is a tensor of `shape`."""
         shapes: dict[str, tuple[int, ...]] = {}
         for block in self.blocks(tuple(slice(0, size) for size in shape), config):
+            # the blocks cover each of their tensors: the largest stop along each dim is its size
             stops = tuple(interval.stop for interval in block.hf_slices)
             before = shapes.get(block.name, stops)
             shapes[block.name] = tuple(map(max, before, stops))
@@ -68,6 +69,7 @@ def rows_of(
     """Our name -> row, for these layers of a model. Without experts there are no rows of any."""
     rows: dict[str, Row] = {}
     for row in table:
+        # experts are one stacked parameter of ours, and one tensor each of theirs
         if "{e}" in row.hf_names[0]:
             row = row.of_experts(num_experts or 0)
         if not row.hf_names:

@@ -97,6 +97,7 @@ class Folder:
             raise ValueError(
                 f"{self.folder} lacks {len(missing)} of {len(files)} files, {missing[0]}; fetch it again"
             )
+        # an index of another download would name tensors that are elsewhere, or leave some out
         held = {file: set(self._open(file).keys()) for file in files}
         if lost := sorted(name for name, file in file_of.items() if name not in held[file]):
             raise ValueError(

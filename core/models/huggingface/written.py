@@ -122,6 +122,7 @@ class Parameters:
         for name, sharded in model.sharded_state_dict().items():
             if name not in tensors:
                 continue
+            # layers are rows of one stacked array: several parameters share a key
             key = sharded.key
             if key not in arrays:
                 raise ValueError(f"{origin} holds no {key}, which {form.said_by} asks for")
@@ -137,6 +138,7 @@ class Parameters:
 
     def read(self, name: str) -> Tensor:
         """A full parameter of ours."""
+        # several of their tensors (q, k, v) are made of one of ours, one after the other
         if self._last is None or self._last[0] != name:
             self._last = None  # memory holds one
             self._last = name, self._read(self._parts[name])

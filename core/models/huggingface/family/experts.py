@@ -51,6 +51,7 @@ class Qwen3Moe(LlamaLike):
             "num_moe_experts": experts,
             "moe_router_topk": facts.get("num_experts_per_tok", 8),
             "moe_ffn_hidden_size": facts.get("moe_intermediate_size", 768),
+            # softmax over all, then divided by the sum of the chosen, is softmax over the chosen
             "moe_router_pre_softmax": not facts.get("norm_topk_prob", False),
             "moe_layer_freq": self._frequency(facts),
         }
@@ -124,6 +125,7 @@ class Glm4Moe(LlamaLike):
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_topk_scaling_factor": float(facts.get("routed_scaling_factor", 1.0)),
+            # one group of all experts is no restriction
             "moe_router_num_groups": groups if groups > 1 else None,
             "moe_router_group_topk": best if groups > 1 else None,
         }

@@ -91,6 +91,7 @@ class LlamaLike:
             "num_attention_heads": heads,
             "num_query_groups": facts.get("num_key_value_heads", self.groups) or heads,
             "ffn_hidden_size": facts["intermediate_size"],
+            # head_dim may be null in config.json, which means the same as absent
             "kv_channels": facts.get("head_dim", self.head_size) or hidden // heads,
             "normalization": "RMSNorm",
             "layernorm_epsilon": facts.get("rms_norm_eps", self.epsilon),
@@ -142,6 +143,7 @@ class LlamaLike:
                 not (slides and facts.get("use_sliding_window") is False),
                 "use_sliding_window=False contradicts layer_types, which names sliding_attention; change one of them",
             )
+        # TransformerConfig has one add_bias_linear for all of them
         attention, mlp = self._biases(facts)
         flags = f"attention_bias={attention}" + (f" with mlp_bias={mlp}" if self.mlp_bias else "")
         remedy = "attention_bias=False"
