@@ -79,7 +79,9 @@ def fill(
         filled = 0
         while filled < count:
             block, offset = divmod(first_row + filled, rows)
+            # neighbouring segments lie in one block: it is drawn once
             if block != drawn_block:
+                # by name and block, not by rank: the same values whatever the layout
                 generator = torch.Generator(device).manual_seed(mix32(seed, name, block))
                 size = (min(rows, total - block * rows), columns)
                 values = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
@@ -99,6 +101,7 @@ def _row_segments(
     if not row_slices:
         yield 0, 1, target[None]
         return
+    # of a tensor of three or more dims (stacked experts) the rows of a shard are several runs
     for index in product(*(range(interval.stop - interval.start) for interval in row_slices[:-1])):
         first_row = 0
         for position, interval, size in zip(index, row_slices, shape, strict=False):

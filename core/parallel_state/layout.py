@@ -10,9 +10,8 @@ from math import prod
 
 from torch import Tensor
 
-Slices = tuple[
-    slice, ...
-]  # of a whole tensor; pairs of bounds, which hash and are told between ranks, are a `flat.Box`
+# of a whole tensor; pairs of bounds, which hash and are told between ranks, are a `flat.Box`
+Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -78,10 +77,8 @@ class Layout:
         start = [0] * len(self.shape)
         for dim in range(len(self.shape)):
             block = self.padded_shape()[dim]
-            for (
-                axis,
-                split_dim,
-            ) in self.split.items():  # several axes on one dim: the first named is outermost
+            # several axes on one dim: the first named is outermost
+            for axis, split_dim in self.split.items():
                 if split_dim == dim:
                     block //= sizes.get(axis, 1)
                     start[dim] += coordinate.get(axis, 0) * block

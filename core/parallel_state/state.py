@@ -62,6 +62,7 @@ class ParallelState:
         """
         rank, world_size = pg.world()
         expect_world(world_size)
+        # everything that may be wrong is found before the first group: groups cannot be left halfway
         config = (config or ParallelConfig()).for_world(world_size)
         served = pg.backends() if pg.is_initialized() else {}
         this_device = checked_device(device, served)
@@ -99,6 +100,7 @@ class ParallelState:
     def coordinate(self) -> dict[str, int]:
         """axis -> position of this rank; `embedding` is 1 on a last stage that repeats the first's weights."""
         position = self.grid.coordinate(self.rank)
+        # with tied embeddings the last stage holds a copy of the first's table
         repeats = self.config.pipeline > 1 and position["pp"] == self.config.pipeline - 1
         return position | {"embedding": int(repeats)}
 
@@ -192,6 +194,7 @@ class ParallelState:
         new link carries one message at once, so that backends which connect at the first one do it here, in one
         order, and not where a receive posted ahead would wait for it.
         """
+        # sorted: two ranks that share several links create them in the same order
         own_links = sorted({link for link in links if self.rank in link})
         for sender, receiver in own_links:
             if (sender, receiver) not in self._links:
@@ -204,6 +207,7 @@ class ParallelState:
                     process_group,
                     timedelta(seconds=self._timeout_s),
                 )
+                # shapes of messages travel from host to host, which NCCL does not carry
                 if self.device.type not in group.gloo:
                     group.add_host_group(self._timeout_s)
                     greet(group.on_host, ranks.index(sender), torch.device("cpu"))
@@ -229,6 +233,7 @@ class ParallelState:
 
     def destroy(self) -> None:
         """Leave the groups made by `build` (not the default group)."""
+        # several names may share one process group, which is left once
         unique_groups = {g.ranks: g.process_group for g in self.groups.values()}
         if self.world is not None:
             unique_groups.pop(self.world.ranks, None)

@@ -108,17 +108,20 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     kind = _KIND_OF.get(name)
     if kind == "exit":
         return Finding("exit", name, shape)
+    # every tensor rank would draw the same mask for other columns, or other masks for the same ones
     if kind == "draw" or name == "scaled_dot_product_attention":
         if _draws(name, args, kwargs):
             return Finding("draw", name, shape)
         if name == "scaled_dot_product_attention":
             return _attended(args, kwargs, result)
     if name in ("layer_norm", "rms_norm"):
+        # a norm over a split dim takes the mean of a part
         sizes = kwargs.get("normalized_shape", args[1] if len(args) > 1 else shape[-1:])
         dims = range(-len(sizes), 0)
         if split_axes.is_split(axes, dims):
             return Finding("reduction", name, shape)
         return [(result, axes)]
+    # torch.max(a, b) is elementwise
     is_pair = name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)
     if kind == "reduction" or (kind == "sum" and not is_pair):
         return _reduced(name, args, kwargs, axes, result, shape)
@@ -126,6 +129,7 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         return _multiplied(name, args, kwargs, axes, result)
     if kind == "window":
         return Finding("reduction", name, shape)
+    # where rows land may be shared with other ranks: the result is this rank's part of a sum
     if kind == "scatter":
         return name
     if kind == "cut":
@@ -178,20 +182,24 @@ def _reduced(
         if _KIND_OF[name] == "sum":
             return name
         return Finding("reduction", name, shape)
+    results = result if isinstance(result, tuple) else (result,)
     found: Followed = []
-    for tensor in result if isinstance(result, tuple) else (result,):
-        if isinstance(tensor, Tensor) and tensor.dim() == len(axes) and tensor.shape == shape:
-            found.append((tensor, axes))  # a softmax over keys
-        elif isinstance(tensor, Tensor):
-            found.append(
-                (tensor, split_axes.without(axes, dims, keepdim=tensor.dim() == len(axes)))
-            )
+    for tensor in results:
+        if not isinstance(tensor, Tensor):
+            continue
+        keepdim = tensor.dim() == len(axes)
+        if keepdim and tensor.shape == shape:
+            # as a softmax over keys: nothing is reduced
+            found.append((tensor, axes))
+        else:
+            found.append((tensor, split_axes.without(axes, dims, keepdim=keepdim)))
     return found
 
 
 def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
     if name == "einsum":
         return _einsum(args, result)
+    # channels are dim 1, positions those after it
     if name.startswith("conv"):
         groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
         if split_axes.is_split(axes, range(2, len(axes))):
@@ -209,6 +217,7 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
         if left and split_axes.is_split(left, [-1]):
             return name
         return None
+    # multiplied over a split dim: each rank has its part of the sum
     if split_axes.is_split(left, [-1]) or split_axes.is_split(right, [-2]):
         return name
     product = (*(left if len(left) >= len(right) else right)[:-2], *left[-2:-1], right[-1])
@@ -221,6 +230,7 @@ def _einsum(args: tuple, result: Tensor) -> Outcome:
     else:
         operands = args[1:]
     equation = args[0].replace(" ", "") if isinstance(args[0], str) else "."
+    # operands in other forms are not followed: nothing is said of them
     if "." in equation or "->" not in equation:
         return None
     inputs, output = equation.split("->")
@@ -229,15 +239,16 @@ def _einsum(args: tuple, result: Tensor) -> Outcome:
         for letter, atom in zip(letters, _axes(operand), strict=True):
             if letter not in atoms or any(split for _, split in atom):
                 atoms[letter] = atom
-    if any(
-        any(split for _, split in atom) for letter, atom in atoms.items() if letter not in output
-    ):
-        return "einsum"
+    for letter, atom in atoms.items():
+        is_split = any(split for _, split in atom)
+        if is_split and letter not in output:
+            return "einsum"
     return [(result, tuple(atoms[letter] for letter in output))]
 
 
 def _permuted(func: Any, args: tuple, kwargs: dict[str, Any], axes: Axes) -> Axes:
     """The function itself says the order: of a tensor whose dims have as many sizes."""
+    # sizes 2, 3, 4 ...: each dim is known by its size afterwards
     probe = torch.empty([place + 2 for place in range(len(axes))], device="meta")
     order = [size - 2 for size in func(probe, *args[1:], **kwargs).shape]
     return tuple(axes[place] for place in order)
@@ -308,11 +319,11 @@ def _indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
     """Axes of `x[index]`; "across" where it takes columns by number; None: not followed."""
     if not isinstance(index, tuple):
         index = (index,)
-    if any(
-        not (i is None or i is Ellipsis or isinstance(i, (int, slice))) or isinstance(i, bool)
-        for i in index
-    ):
-        return None
+    # a mask or a tensor of numbers: which columns it takes is not known without reading it
+    for i in index:
+        is_plain = i is None or i is Ellipsis or isinstance(i, (int, slice))
+        if not is_plain or isinstance(i, bool):
+            return None
     given = sum(i is not None and i is not Ellipsis for i in index)
     if Ellipsis not in index:
         index = (*index, Ellipsis)
@@ -348,6 +359,7 @@ def _strided(axes: Axes, dim: int, step: int) -> str | None:
     """Every step-th column: right where that is one of what lies inside each split column."""
     atoms = axes[dim]
     last = max(place for place, (_, split) in enumerate(atoms) if split)
+    # elements that lie together inside one split column, such as a head's
     inner = prod(n for n, _ in atoms[last + 1 :])
     if inner % abs(step) == 0 and inner > 1:
         return None

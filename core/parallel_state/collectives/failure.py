@@ -85,6 +85,7 @@ def waited(
     while result is not None and result not in chain:
         chain.append(result)
         result = result.__cause__ or result.__context__
+    # the innermost: later errors are often about cleaning up after it
     transport_failure = next((e for e in reversed(chain) if _is_transport_failure(e)), None)
     if transport_failure is None:
         return (), False
@@ -174,6 +175,7 @@ class Board:
                 result.append(call())
 
         if self._store is not None:
+            # a thread, because a call of the store cannot be interrupted; a daemon, so that it holds up no exit
             thread = threading.Thread(target=run, daemon=True)
             thread.start()
             thread.join(seconds)
@@ -207,6 +209,7 @@ class Board:
                 return first
             reports = {own_report.rank: own_report}
             silent = _silent(own_report, reports, self._report_at)
+            # a peer that closed its connection and wrote nothing before it did so will not write any more
             dead = (
                 not own_report.timed_out
                 and len(own_report.waits_for) == 1
@@ -265,6 +268,7 @@ def _verdict(
     """
     lines = [reports[rank].text for rank in sorted(reports)]
     calls = [report.call for report in reports.values()]
+    # ranks are in one call if all is well: the call of most is taken for the right one
     common_call = max(calls, key=calls.count)
     elsewhere = [rank for rank in sorted(reports) if reports[rank].call != common_call]
     came_late = [rank for rank in sorted(reports) if not reports[rank].timed_out]

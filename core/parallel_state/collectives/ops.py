@@ -186,6 +186,7 @@ def _exchange_and_sum(x: Tensor, group: Group) -> Tensor:
         _exchange(list(shards), [received_shard, received_shard], group)
         return received_shard.add_(local)
     scratch = x.new_empty((group.size, *local.shape))
+    # its own shard needs no message
     scratch[group.rank].copy_(local)
     _exchange(list(shards), list(scratch), group)
     # in rank order, and in float32 inside for 16-bit types

@@ -64,6 +64,7 @@ class Sent:
         self._tensors: tuple[Tensor | None, ...] = (tensor, header_tensor)
         self._works = works
         self._group = group
+        # autograd's write counter: gloo reads the memory whenever it likes, so a write in between is an error
         self._version = version_of(tensor)
 
     def wait(self, *, arrived: bool = False) -> None:
@@ -105,6 +106,7 @@ def isend(tensor: Tensor, peer: int, group: Group, *, tag: int = 0, header: bool
     """Start sending to the group's rank `peer`. With `header` the receiver checks shape and dtype first."""
     if tensor.device.type in group.staged:
         return isend(to_host(tensor), peer, group.on_host, tag=tag, header=header)
+    # what is under way must not move; a strided tensor is copied here, and the copy kept by `Sent`
     tensor = tensor.contiguous()
     header_tensor, works = None, []
     if header:

@@ -36,6 +36,7 @@ class _PeerMessages:
         self._label = label
         self._tensors_under_way = (send_buffers, receive_buffers)
         tag = TAG + ((tag + 1) << 16)
+        # each rank begins with its next neighbour: no rank is everybody's first
         peers = [(rank + distance) % size for distance in range(1, size)]
         self._works: list[tuple[int, Any]] = [
             (peer, process_group.send([send_buffers[peer]], peer, tag)) for peer in peers
@@ -137,9 +138,11 @@ def start_sum_into_own(
     shard_size = x.shape[0] // group.size
     pending: PendingCollective
     if composes(x, group):
+        # gloo: parts travel as messages, and each rank adds up those of its own shard
         to_send = x if reduce_dtype is None else x.to(reduce_dtype)
         scratch = to_send.new_empty(((group.size - 1) * shard_size,))
         shards = list(scratch.split(shard_size))
+        # in rank order; the own one is not sent
         shards.insert(group.rank, local)
         pending = _PendingSum(
             local,
