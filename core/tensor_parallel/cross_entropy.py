@@ -130,6 +130,7 @@ class _CrossEntropy(torch.autograd.Function):
         is_local = (local_label >= 0) & (local_label < true_columns) & counted
         local_label = local_label.masked_fill(~is_local, 0)[:, None]
         label_logit = flat.gather(1, local_label)[:, 0].to(dtype).masked_fill(~is_local, 0)
+        # smoothing takes a share of the loss of every class: the mean over the true columns of all ranks
         mean_logit = None
         if smoothing:
             mean_logit = all_reduce(flat[:, :true_columns].sum(-1, dtype=dtype), group).div_(vocab)
@@ -164,6 +165,7 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise no_second_derivative("vocab_parallel_cross_entropy")
+        # the buffer becomes its own gradient: a second backward would find that in it
         if ctx.exponentials is None:
             raise RuntimeError(
                 "vocab_parallel_cross_entropy overwrote its buffer: backward works once per forward"

@@ -264,6 +264,7 @@ def dropout_in_tensor_region(
         return F.dropout(x, p, training)
     shape = list(x.shape)
     shape[dim] *= group.size
+    # the whole mask on each rank: the same draws from the generator, whatever tp is
     mask = F.dropout(x.new_ones(shape), p)
     return x * mask.narrow(dim, group.rank * x.shape[dim], x.shape[dim])
 

@@ -98,6 +98,7 @@ class Placement:
         split dim does not divide.
         """
         local = layout.local_shape({"tp": self.tp} if sizes is None else sizes)
+        # NaN, so that a parameter that nobody filled is found in the first loss
         parameter = Parameter(torch.full(local, torch.nan, dtype=self.dtype, device=self.device))
         set_layout(parameter, layout)
         parameter.initial = init  # type: ignore[attr-defined]
@@ -115,6 +116,7 @@ class Placement:
         if init.std == 0.0:
             target.fill_(init.mean)
             return
+        # all ranks advance the generator alike, so that the next layer's draws agree as well
         full = torch.empty(layout.shape, dtype=torch.float32, device="cpu").normal_(
             init.mean, init.std
         )
@@ -133,6 +135,7 @@ class Placement:
                 after_backward=partial(start_reduce_scatter, group=self.group),
                 restart_before_forward=partial(start_all_gather, group=self.group),
             )
+        # Megatron's f: identity forward, all-reduce backward
         return Comm(after_backward=partial(start_all_reduce, group=self.group))
 
     def row_comm(self) -> Comm:
@@ -144,4 +147,5 @@ class Placement:
                 after_forward=partial(reduce_scatter, group=self.group),
                 before_backward=partial(all_gather, group=self.group),
             )
+        # Megatron's g: all-reduce forward, identity backward
         return Comm(after_forward=partial(all_reduce, group=self.group))

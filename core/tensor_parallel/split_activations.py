@@ -234,6 +234,7 @@ class SplitActivations(Follower):
             if is_read:
                 self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
             return
+        # a sum of parts plus something whole would count the whole once per rank
         others = [
             x
             for x in pytree.tree_leaves((args, kwargs))

@@ -122,7 +122,9 @@ class SplitWatch:
         if torch._C._are_functorch_transforms_active():
             return
         self._forwards += 1
+        # an optimizer writes in place, which autograd's counter shows
         updated = self._probe is not None and self._probe[0]._version != self._probe[1]
+        # powers of two: a run of many steps compares a few dozen times
         if self._forwards & (self._forwards - 1) and not updated:
             return
         # only the first update is waited for
@@ -239,6 +241,7 @@ class SplitWatch:
             (name, p) for name, p in named if not {"tp", "ep"} & layout_of(p).split.keys()
         ]
         split = {name: p for name, p in named if "tp" in layout_of(p).split and p.dim() > 1}
+        # one number per tensor, all in one message: equal checksums are taken for equal values
         local_sums = torch.stack(
             [checksum(x) for x in (*inputs, *(p for _, p in replicated), *split.values())]
         )
@@ -250,6 +253,7 @@ class SplitWatch:
             other = int((gathered[:, column] != gathered[0, column]).nonzero()[0])
             raise ValueError(self._difference_message(group, labels[column], other))
         split_sums = gathered[:, len(labels) :]
+        # parts that are all equal were drawn or broadcast as if they were whole
         if split_sums[0].any() and (split_sums == split_sums[0]).all():
             raise ValueError(
                 f"all {len(split)} split weights are the same on the {group.size} tensor ranks, which hold "

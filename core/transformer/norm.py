@@ -25,7 +25,7 @@ def _to_float32(x: Tensor) -> Tensor:
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised x, and 1 / rms of each row."""
     # Statistics in float32 at least: a mean of squares of 16-bit values would lose its last digits.
-    # of a new token conversions count
+    # Nothing is converted where that is so already: of a single new token conversions are most of the time.
     alike = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
     if alike:
         wide = x.dtype
@@ -79,6 +79,7 @@ class _Norm(SpreadModule):
         place = build.place
         self.shape = (size,)
         self.eps = build.config.layernorm_epsilon
+        # a norm of heads sees this rank's heads, one of activations all rows or this rank's
         partial = frozenset({"tp"}) if over_heads else place.sequence_partial
         self.group = place.group if partial else None
         self.zero_centered = build.config.layernorm_zero_centered_gamma

@@ -56,18 +56,8 @@ def gpt_stages(
     """
     ps = parallel if parallel is not None else current_state()
     ranks, tied = ps.size("pp"), share_embeddings_and_output_weights
-    if set(placement) != set(range(ranks)):
-        raise ValueError(
-            f"the placement {tuple(placement)} is for ranks {sorted(set(placement))}, the grid has {ranks} pipeline "
-            "ranks; every one of them needs a stage"
-        )
+    _refuse_placement(placement, ranks, tied=tied)
     end_ranks = placement[0], placement[-1]
-    # the embedding group is made of these pipeline ranks
-    if tied and end_ranks not in ((0, 0), (0, ranks - 1)):
-        raise ValueError(
-            f"tied embeddings need the first stage on pipeline rank 0 and the last on 0 or {ranks - 1}, the "
-            f"placement has them on {end_ranks}"
-        )
     stages = len(placement)
     if layers is None:
         layers = split_layers(config, vocab_size, max_sequence_length, stages)
@@ -97,3 +87,18 @@ def gpt_stages(
                 **more,
             )
     return models
+
+
+def _refuse_placement(placement: Sequence[int], ranks: int, *, tied: bool) -> None:
+    if set(placement) != set(range(ranks)):
+        raise ValueError(
+            f"the placement {tuple(placement)} is for ranks {sorted(set(placement))}, the grid has {ranks} pipeline "
+            "ranks; every one of them needs a stage"
+        )
+    end_ranks = placement[0], placement[-1]
+    # the embedding group is made of these pipeline ranks
+    if tied and end_ranks not in ((0, 0), (0, ranks - 1)):
+        raise ValueError(
+            f"tied embeddings need the first stage on pipeline rank 0 and the last on 0 or {ranks - 1}, the "
+            f"placement has them on {end_ranks}"
+        )

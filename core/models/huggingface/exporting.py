@@ -132,12 +132,7 @@ def save_huggingface(
     than `source` describes, a fact that no family has, a folder that is there), OSError (no space). Nothing
     half-written is left.
     """
-    if isinstance(model, DataParallel):
-        parallel = model.ps
-    elif ps is not None:
-        parallel = ps
-    else:
-        parallel = default_state()
+    parallel = _state_of(model, ps)
     weights = _Gathered(model, parallel)
 
     with ExitStack() as opened:
@@ -171,6 +166,14 @@ def save_huggingface(
         # the folder is published here
         problem = problem_of(opened.close) if parallel.rank == 0 else None
     agree(problem, parallel)
+
+
+def _state_of(model: DataParallel | Modules, ps: ParallelState | None) -> ParallelState:
+    if isinstance(model, DataParallel):
+        return model.ps
+    if ps is not None:
+        return ps
+    return default_state()
 
 
 def _gpt_of(model: DataParallel | Modules) -> GPTModel:

@@ -130,6 +130,7 @@ class CoreAttention(nn.Module):
         if visible is None and queries == keys:
             causal = True
         if visible is None and 1 < queries < keys:
+            # a chunk of a prompt behind cached keys: torch's causal mask would align at the first key
             visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(
                 keys - queries
             )

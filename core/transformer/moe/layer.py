@@ -60,6 +60,7 @@ class MoELayer(nn.Module):
     def _forward(self, x: Tensor) -> Tensor:
         tp = self._tensor_group
         if self._cuts_tokens:
+            # each tensor rank routes a share of the tokens, which all of them hold
             shard = scatter_to_sequence_region(self._padded(x), tp)
         else:
             shard = x

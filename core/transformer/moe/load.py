@@ -66,7 +66,9 @@ class Load:
         """A microbatch: rows of its tokens by expert, rows received for the experts here."""
         counts = self._counts
         counts.rows = [a + b for a, b in zip(counts.rows, rows, strict=True)]
+        # of one microbatch: it is what memory must hold at once
         counts.most_received = max(counts.most_received, received)
+        # weights that change between two counts of one step: an optimizer stepped, and nobody ended the step
         if self._version is None:
             self._version = weight._version
         elif self.remembers and self._version != weight._version and not self._told:
@@ -160,6 +162,7 @@ class Loads:
             of_experts = summed[:experts]
             of_losses = summed[experts:]
             mean = sum(of_experts) / experts or 1.0
+            # each token is counted top_k times
             positions = sum(of_experts) / router.top_k or 1.0
             means = {name: loss / positions for name, loss in zip(names, of_losses, strict=True)}
             busiest = max(of_experts) / mean

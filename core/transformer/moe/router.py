@@ -93,6 +93,7 @@ class Router(SpreadModule):
     def end_step(self, rows: Tensor) -> None:
         """rows: int64 [E], how many each expert got in the step, on all ranks together."""
         if self.expert_bias is not None:
+            # by its sign only, as in the paper: the step does not depend on how many tokens there are
             counts = rows.to(self.expert_bias.dtype)
             self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=self.bias_rate)
         if self.rows_of_last_step is not None:
@@ -102,6 +103,7 @@ class Router(SpreadModule):
         """x [T, h] of this rank's tokens."""
         weight = self.weight if self.group is None else sum_gradient(self.weight, self.group)
         dtype = torch.promote_types(x.dtype, torch.float32)
+        # scores in float32 under autocast, too: near ties would otherwise be decided by rounding
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 logits = F.linear(x.to(dtype), weight.to(dtype))
