@@ -90,6 +90,7 @@ def generate_batch(
     ]
     modules: list[nn.Module] = [model] if executor is None else list(executor.modules.values())
     cached = cache and not model.place.splits_sequence and all(map(_can_cache, modules))
+    # without a cache each text runs by itself, with its full prefix
     batches = [[number] for number in range(len(texts))]
     if cached and texts:
         batches = [list(range(len(texts)))]
@@ -162,6 +163,7 @@ class _Text:
         self._sampling = sampling
         self._stop = frozenset(stop)
         self._stopped = False
+        # of each text its own: what it draws does not depend on the others in the batch
         self._generator = torch.Generator().manual_seed(seed)
 
     @property
@@ -174,6 +176,7 @@ class _Text:
 
     def add(self, token: int) -> None:
         self.tokens.append(token)
+        # the token that ends a text belongs to it
         self._stopped = token in self._stop
 
 
@@ -226,6 +229,7 @@ class _Batch:
             for row, text in enumerate(self._texts):
                 if not text.is_complete:
                     chosen[row] = text.choose(full_logits[row, last])
+        # drawn where the logits are, then told to all stages, which embed it next
         if self._executor is not None:
             chosen = self._executor.from_last_stage(chosen)
         new: dict[int, int] = {}

@@ -18,6 +18,7 @@ def explained(merged: Merged, world_size: int) -> tuple[str, int]:
     """(the table, how the batch is made up for `world_size` ranks, and all mistakes; their number)."""
     sections = dict(merged.draft.sections)
     world_problems: list[Problem] = []
+    # a part with mistakes of its own is not in the draft
     if "parallel" in sections:
         sections["parallel"], broken_rules = in_world(sections["parallel"], world_size)
         world_problems = [Problem("", message) for _, message in broken_rules]

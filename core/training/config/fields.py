@@ -175,13 +175,12 @@ def _table(value: Any) -> dict[str, str | float]:
     for key, item in value.items():
         if not isinstance(key, str) or not isinstance(item, str | int | float):
             raise _WrongKind(f"a table with {key!r}: {item!r}")
-        table[key] = (
-            str(item).lower()
-            if isinstance(item, bool)
-            else item
-            if isinstance(item, str)
-            else _number(item)
-        )
+        if isinstance(item, bool):
+            table[key] = str(item).lower()
+        elif isinstance(item, str):
+            table[key] = item
+        else:
+            table[key] = _number(item)
     return table
 
 
@@ -218,6 +217,7 @@ def _kind(hint: Any) -> tuple[str, bool, tuple[Any, ...]]:
     args = get_args(hint)
     if get_origin(hint) in (Union, UnionType):
         (inner,) = (arg for arg in args if arg is not NoneType)
+        # X | None is the only union that fields have
         kind, _, choices = _kind(inner)
         return kind, True, choices
     if get_origin(hint) is Literal:
@@ -301,6 +301,7 @@ def flatten(
                 walk((*keys, str(key)), inner)
             return
         statement = f"{'.'.join(_quoted(key) for key in keys)} = {brief(value)}"
+        # {"optimizer": {"lr": 1}, "optimizer.lr": 2}: nobody knows which one is meant
         if name in flat:
             twice.append(
                 f"{name} is given twice, as {written[name]} and as {statement}; leave one out"

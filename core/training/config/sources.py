@@ -82,10 +82,9 @@ class Merged:
 
     def with_origin(self, problem: Problem) -> str:
         """The mistake, and where the values that it speaks of are from."""
+        where = []
         if problem.name in self.origin:
-            where = [self.origin[problem.name]]
-        else:
-            where = []
+            where.append(self.origin[problem.name])
         for name in known_fields():
             section, _, key = name.rpartition(".")
             if (
@@ -124,6 +123,7 @@ def merge(
         origin |= {name: f"{path}:{lines[name]}" if name in lines else path for name in values}
     values_by_name |= flags.values
     origin |= flags.typed
+    # last, for all sources may name the checkpoint; but what they say of the model is not overwritten
     of_weights = _settings_of_weights(values_by_name)
     values_by_name |= of_weights
     origin |= dict.fromkeys(of_weights, "checkpoint.weights")

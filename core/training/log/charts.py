@@ -127,10 +127,9 @@ def value_axis(curve: Curve) -> Axis:
     if curve.zero:
         low = min(low, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
+        # a constant curve: an axis of some height around it
         high = high + (abs(high) * 0.1 or 1.0)
-        if curve.zero and low == 0:
-            low = low
-        else:
+        if not (curve.zero and low == 0):
             low = low - (abs(low) * 0.1 or 1.0)
     air = 0.05 * (high - low)
     return Axis(low if curve.zero and low == 0 else low - air, high + air, BOTTOM, TOP)

@@ -73,6 +73,7 @@ def first_stages(
     weights = run.checkpoint.weights
     folder = run.model.huggingface
     length = run.data.sequence_length
+    # weights that something else fills are not read from the folder first
     if run.model.build is not None or folder is None or weights is not None or resumes:
         stages: Mapping[int, nn.Module]
         if run.model.build is not None:
@@ -114,6 +115,7 @@ def leave_undrawn(stages: Mapping[int, GPTModel], device: torch.device, *, on_me
         for name, p in named_parameters(stages)
         if (init := getattr(p, "initial", None)) is not None
     }
+    # a standard deviation of 0: filled, not drawn
     _set_initial(stages, dict.fromkeys(drawn, Init(mean=nan)))
     for stage in stages.values():
         stage.awaits_checkpoint = True
@@ -133,6 +135,7 @@ def materialize(stages: Mapping[int, GPTModel], device: torch.device) -> None:
     """Give stages on meta their memory; ends that shared a table share it again."""
     first = stages[min(stages)]
     last = stages[max(stages)]
+    # to_empty gives each parameter memory of its own, which separates a table that both ends share
     ends = first.pre_process and last.post_process and first is not last and first.tied
     shared = (
         ends and first.embedding.word_embeddings.weight is last.embedding.word_embeddings.weight

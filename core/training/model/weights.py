@@ -54,6 +54,7 @@ def load_weights(
         grown = table
     if grown is not None:
         state.pop(_POSITIONS)
+    # on all ranks, those without the table too: otherwise they would wait in the load for one that failed here
     agree(problem_of(lambda: _fill_rows(grown, positions)), ps)
     if grown is not None and positions is not None:
         say(

@@ -54,6 +54,7 @@ class BatchPlan:
         if self.ramp is None:
             return []
         first, increment, rows = self.ramp
+        # as Megatron: each size lasts for an equal share of the rows
         increments = -(-(self.global_batch_size - first) // increment)
         return [(rows * (i + 1) // increments, first + i * increment) for i in range(increments)]
 
@@ -106,6 +107,7 @@ class PlannedBatches:
         plan = self._plan()
         first = plan.first_row(step)
         count = plan.size(step)
+        # the common case, which a source that knows only steps can serve
         if (first, count) == (step * plan.global_batch_size, plan.global_batch_size):
             return self.source.batch(step, rank, size)
         rows: Callable[..., Mapping[str, Tensor]] | None = getattr(self.source, "rows", None)

@@ -28,11 +28,11 @@ def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) ->
         return words
     only_there = sorted({_name(key) for key in stored - here})
     only_here = sorted({_name(key) for key in here - stored})
+    parts = []
     if only_there:
-        parts = [f"only there are those of {', '.join(only_there[:4])}"]
-    else:
-        parts = []
-    parts += [f"only here are those of {', '.join(only_here[:4])}"] if only_here else []
+        parts.append(f"only there are those of {', '.join(only_there[:4])}")
+    if only_here:
+        parts.append(f"only here are those of {', '.join(only_here[:4])}")
     return " and ".join(parts)
 
 
@@ -112,6 +112,7 @@ def begin_states(optimizer: ShardedOptimizer, step: int) -> None:
     Weights that were loaded are taken. Before the first step. Collective: `shard.publish()`.
     """
     optimizer.reload_parameters()
+    # the other objects of a checkpoint (loss scale and their like) begin as this optimizer has them
     counts = {
         key: part.data
         for key, part in optimizer.sharded_state_dict().items()

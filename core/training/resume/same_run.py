@@ -52,10 +52,9 @@ def compare_models(
 ) -> None:
     """Raise ValueError for a model with other facts, also where no shape shows them, and nobody allowed it."""
     stored: Any = StoredCheckpoint.open(url).run.get("model")
+    changed: list[str] = []
     if stored is not None and here is not None:
         changed = differences(stored, here)
-    else:
-        changed = []
     if changed and "model" not in allowed:
         raise ValueError(
             f"{url} is of a model with {', '.join(changed)}; use the same, or say that it changes: "
@@ -78,10 +77,9 @@ def refuse_another_run(
     if url is None:
         return
     here = order_of(run.data, run.training, order)
+    template = {"training": {"order": dict(here)}}
     try:
-        saved = load({"training": {"order": dict(here)}}, url, ps=ps, strict=False)["training"][
-            "order"
-        ]
+        saved = load(template, url, ps=ps, strict=False)["training"]["order"]
     except (OSError, ValueError):
         return
     changes_of_order(url, saved, here, run.checkpoint.change)

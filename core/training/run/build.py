@@ -32,6 +32,7 @@ def build_sharded(
     # collectives inside: every rank reports memory, or none does
     if memory is not None:
         memory.at("model init")
+    # before buckets are made: frozen parameters are in none
     freeze(stages, optimizer, ps)
     shard = DataParallel(stages, ps, **data_parallel.arguments())
     offload = data_parallel.offload_policy()
@@ -80,11 +81,8 @@ def build_executor(
     Collective. Raises ValueError: `compile` without a compiler, or of a model without layers.
     """
     for stage in stages.values():
-        if isinstance(stage, GPTModel):
-            if training.loss_chunk is not None:
-                stage.loss_chunk = training.loss_chunk
-            else:
-                stage.loss_chunk = stage.loss_chunk
+        if isinstance(stage, GPTModel) and training.loss_chunk is not None:
+            stage.loss_chunk = training.loss_chunk
     rows_per_replica = training.global_batch_size // ps.size("dp")
     num_microbatches = rows_per_replica // training.micro_batch_size
     if training.compile == "layer":

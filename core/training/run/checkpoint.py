@@ -189,6 +189,7 @@ class Checkpoints(AbstractContextManager):
         stored_run = StoredCheckpoint.open(url).run
         if self.manager is not None:
             self.manager.note({"began_as": stored_run.get("began_as", {})})
+        # only told: a checkpoint opens under any layout
         saved_layout = _describe_layout(stored_run.get("layout", {}))
         layout = _describe_layout(layout_of_ranks(self.ps))
         self.say(
@@ -238,6 +239,7 @@ class Checkpoints(AbstractContextManager):
         if number == signal.SIGINT and self._terminated:
             # a second Ctrl-C: do not wait for the step
             raise KeyboardInterrupt
+        # only noted: saving inside a handler would run in the middle of a collective
         self._terminated = True
 
     def before_update(self) -> None:
@@ -271,6 +273,7 @@ class Checkpoints(AbstractContextManager):
         self, step: int, last: bool, metrics: Mapping[str, SupportsFloat] | None
     ) -> None:
         """Save if it is time; `stopped` from then on where a rank was asked to end."""
+        # the scheduler may signal one rank only
         stop = self.stopped = self._stop_flag.look(self._terminated)
         every = self.config.every
         # the last step and a terminated one are saved at once: there is no next step to save beside

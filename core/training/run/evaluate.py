@@ -96,6 +96,7 @@ def evaluate_texts(
     rank = ps.index("dp")
     size = ps.size("dp")
     found = {}
+    # in the same order on all ranks: each text is a collective
     for name, text in corpus.validation_texts.items():
         batches = _told(
             text.validation(rank, size), name, text.validation_batches if ps.rank == 0 else 0
@@ -111,6 +112,7 @@ def _told(
     begin = last = time.monotonic()
     for number, batch in enumerate(batches):
         now = time.monotonic()
+        # by time, not by number: a batch may take seconds
         if count and now - last >= seconds:
             last = now
             left = 0.0
@@ -127,6 +129,7 @@ def validate(
     """As `evaluate_texts`; where weights are averaged also of the average, as NAME.ema. Collective."""
     found = evaluate_texts(executor, corpus, ps)
     if optimizer.averages:
+        # the average takes the place of the weights meanwhile, on all ranks
         with optimizer.averaged():
             averaged = evaluate_texts(executor, corpus, ps)
         found |= {f"{name}{OF_AVERAGE}": text for name, text in averaged.items()}

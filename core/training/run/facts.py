@@ -61,6 +61,7 @@ def tokenizer_of_checkpoint(
     tokenizer = load_tokenizer(
         path, end_of_text if end_of_text is not None else said.get("end_of_text")
     )
+    # another tokenizer would read other texts into the same numbers, without an error
     if said and tokenizer.identity != said["identity"]:
         raise ValueError(
             f"{path} is tokenizer {tokenizer.identity[:12]}, the run of {checkpoint} had {said['identity'][:12]}; "

@@ -77,6 +77,7 @@ class Loader:
         self.stopped = stopped
         self._data_rank = ps.index("dp")
         self._data_size = ps.size("dp")
+        # context ranks of one data rank read the same rows, and keep their part of each
         self._to_device = local_batches(ps)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:

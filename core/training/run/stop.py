@@ -28,6 +28,7 @@ class StopFlag:
         latest = HostCopy(all_reduce(flag, self._ps.world, "max"))
         if not self._reads_late:
             return bool(latest.read())
+        # read a step late, its copy to the host has arrived and nobody waits
         before = self._under_way
         self._under_way = latest
         return before is not None and bool(before.read())

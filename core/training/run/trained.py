@@ -71,6 +71,7 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
     Raises ValueError: nothing of these is there, or a checkpoint does not tell what model it holds.
     """
     path = Path(target).expanduser()
+    # a checkpoint may lie in a folder that has a config.json, too
     if (path / "config.json").is_file() and not (path / MANIFEST).exists():
         return Trained(url=str(path), settings=_of_folder(path), is_checkpoint=False)
     settings: Mapping[str, Any] = {}
@@ -83,6 +84,7 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
             )
         target = str(directory)
     url = _newest(target)
+    # what a run.toml says goes before what the checkpoint remembers
     settings = settings or _of_checkpoint(url)
     objects = load_common_state_dict(url)
     if source is not None:

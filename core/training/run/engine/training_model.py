@@ -105,6 +105,7 @@ class TrainingModel(EngineFace):
         batch = self._move(batch)
         output = call_stage(self.module, batch)
         loss_sum, num_tokens = call_loss_fn(self.loss_fn, output, batch)
+        # a rank may hold padding only: 0 tokens, a loss of 0
         loss = loss_sum / torch.as_tensor(num_tokens, device=loss_sum.device).clamp(min=1)
         scale = self.optimizer.loss_scale
         if isinstance(scale, Tensor) and loss.requires_grad:
