@@ -66,6 +66,7 @@ class _CheckedThunk:
     def __init__(self, thunk: Thunk) -> None:
         self.parameter = thunk.parameter
         self._thunk = thunk
+        # autograd checks its own saved tensors so; these wait outside of it
         self._versions = [t._version for t in thunk.tensors()]
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -129,6 +130,7 @@ class WeightGradBag:
         """W: empty the bag, last in first out, so that memory falls with every thunk."""
         with torch.no_grad():
             while self._thunks:
+                # no variable holds it: its tensors are freed before the next one runs
                 self._thunks.pop().run()
 
 

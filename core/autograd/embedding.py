@@ -97,6 +97,7 @@ class _DeferredEmbedding(torch.autograd.Function):
             y = F.embedding(ids, weight)
         else:
             rows = weight.shape[0]
+            # other ranks' ids look up the last row here; what they find is then set to zero
             local_ids = _to_local_ids(ids, first, rows)
             y = F.embedding(local_ids.clamp_max(rows - 1), weight)
             y.masked_fill_((local_ids == rows)[..., None], 0)

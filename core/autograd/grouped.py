@@ -109,6 +109,7 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, counts: list[int], stage: StageContext
     ) -> Tensor:
+        # gated experts keep gate and up as a dim of their own
         matrices = weight.flatten(1, -2)
         device_type = x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:

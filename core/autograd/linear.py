@@ -94,8 +94,10 @@ class _DeferredLinear(torch.autograd.Function):
         if wants_dw:
             (x,) = ctx.saved_tensors
             past_autograd = delivers(ctx, weight, ctx.region)
+            # deferred where the parameter's gradient goes past autograd, and its executor runs this very I
             is_deferred = past_autograd and bag is not None and bag.open
             if not is_deferred and comm.restart_before_forward is not None:
+                # x was kept as a shard: it is gathered again beside dx
                 pending_x = comm.restart_before_forward(x)
         if wants_dx:
             if weight._version != ctx.version:

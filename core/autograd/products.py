@@ -121,6 +121,7 @@ class LinearThunk:
         parameter = self.parameter
         target = main_grad_of(parameter)
         if target is None:
+            # no main_grad: straight into .grad, where it can take the product as it is
             target = parameter.grad
             if target is None or target.dtype != x.dtype or target.layout is not torch.strided:
                 accumulate(parameter, product(parameter, x, gy))

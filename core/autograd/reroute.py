@@ -91,6 +91,7 @@ def _reroutable_modules(module: nn.Module) -> dict[str, nn.Module]:
     for outer in modules.values():
         if isinstance(outer, DistributedDataParallel):
             inside_ddp.update(map(id, outer.modules()))
+    # DDP counts gradients as they arrive, and would wait for those that come later
     return {name: inner for name, inner in modules.items() if id(inner) not in inside_ddp}
 
 
@@ -139,6 +140,7 @@ def reroute(module: nn.Module, stage: StageContext) -> RerouteHandle:
             proxy = proxy_class(child)
             proxy.replaced = None
             lowest.replaced = proxy.call
+        # a forward that somebody has replaced stays theirs
         elif "forward" not in child.__dict__:
             proxy = proxy_class(child)
             proxy.install()

@@ -45,6 +45,7 @@ class Groups:
         named = shard.named_parameters()
         self.number_of = dict.fromkeys(named, 0)
         self.all: list[dict[str, Any]] = [dict(defaults)]
+        # group 0 is the configuration's own
         for number, stated in enumerate(group_options, 1):
             options = {
                 key: value
@@ -121,6 +122,7 @@ class Groups:
                     "the optimizer is made, set lr to 0, or freeze them with requires_grad_(False)"
                 )
         self._warn_of_partial_decay()
+        # compared with what was set last: a scheduler of torch's writes into the same dicts
         if self._follows_schedule and [group["lr"] for group in self.all] != self._rates_set:
             self._follows_schedule = False
             warnings.warn(
@@ -151,6 +153,7 @@ class Groups:
         for group in self.all:
             if any(isinstance(value, Tensor) for key, value in group.items() if key != "params"):
                 return 0.0
+        # 32 bits: float64, in which it travels with the norm, holds them exactly
         return float(zlib.crc32(repr(self.state()).encode()))
 
     @property

@@ -173,6 +173,7 @@ def _output_layer(shard: DataParallel, candidates: dict[str, Parameter]) -> set[
     }
     if not outputs and candidates:
         in_order = [name for name, _ in named_parameters(shard.module) if name in candidates]
+        # by convention the last layer outputs logits
         outputs = {in_order[-1]}
     return outputs
 
@@ -184,6 +185,7 @@ def _hidden_matrices(shard: DataParallel, hidden: Decays | None) -> set[str]:
     if hidden is not None:
         return {name for name, p in matrices.items() if hidden(name, layout_of(p))}
     embeddings = _parameters_of_kind(shard, nn.Embedding, nn.EmbeddingBag)
+    # a model of ours says itself which layers are hidden
     if stacks := tuple(f"{name}." for name in named_stacks(shard.module)):
         return {name for name in matrices if name.startswith(stacks) and name not in embeddings}
     candidates = {name: p for name, p in matrices.items() if name not in embeddings}

@@ -88,6 +88,7 @@ class SavedStates(Averages, TorchFace):
         `load_state_dict(state)`.
         """
         self._refuse_lent("a checkpoint would hold it as the weights")
+        # one checkpoint for all pipeline ranks: it holds the counts of every stage
         counts = self._counts(self._reached.of_all_stages())
         return checkpoint_states(self._state_buffers, self.shard, counts)
 
@@ -110,6 +111,7 @@ class SavedStates(Averages, TorchFace):
         Weights stay as they are, a model is loaded by itself; but `shard.publish()` sends them to all ranks.
         Raises ValueError: another rank's shard.
         """
+        # what `state_dict` gave; the other form is a sharded checkpoint's
         if "local" in state or "step_count" not in state:
             self.load_local(state)
             return

@@ -224,6 +224,7 @@ class ShardedOptimizer(SavedStates):
         message = shard.agreement.message(bits, options, changes_by_hand, step=self.step_count + 1)
         squared, rows = self._watch.squared_norm(message)
         norm = squared.sqrt() / divisor.abs()
+        # one bad gradient on any rank makes the norm, which all ranks share, bad: all skip alike
         found_inf = ~torch.isfinite(norm)
         self._watch.remember(found_inf)
         shard.agreement.compare(rows, self.step_count)
@@ -235,6 +236,7 @@ class ShardedOptimizer(SavedStates):
         # Gradient clipping: a larger divisor.
         if self.config.clip_grad > 0:
             divisor = divisor / (self.config.clip_grad / (norm + CLIP_EPS)).clamp(max=1.0)
+        # the kernel itself leaves everything as it was where found_inf is 1
         self._update(divisor, found_inf)
         self._update_average(found_inf)
         self._gradients_used = True
@@ -252,6 +254,7 @@ class ShardedOptimizer(SavedStates):
     def _update(self, divisor: Tensor, found_inf: Tensor) -> None:
         self._groups.check()
         self._groups.follow(self.rate_step)
+        # on the device: whether this step counts is not known on the host
         self._step += 1 - found_inf.float()
         factor = Factor(divisor, found_inf.float(), self._step)
         for state_buffer in self._state_buffers:
@@ -277,6 +280,7 @@ class ShardedOptimizer(SavedStates):
 
     def _apply(self, batch: Batch, factor: Factor, key: UpdateKey) -> None:
         options = self.param_groups[key.group]
+        # Adam's bias correction counts a parameter's own updates
         if key.behind:
             factor = replace(factor, step=factor.step - key.behind)
         self.kernel(batch, factor, options, options["weight_decay"] if key.decays else 0.0)

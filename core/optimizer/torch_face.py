@@ -68,6 +68,7 @@ class TorchFace(torch.optim.Optimizer):
         state: dict[Tensor, dict[str, Tensor]] = {}
         for name, kinds in self.states().items():
             tensors = {kind: shard.tensor for kind, shard in kinds.items() if kind != "main"}
+            # torch's Adam has a "step" in each state, and programs read it
             if "exp_avg" in tensors:
                 tensors["step"] = self._updates_of(name)
             state[named[name]] = _ReadOnlyStates(tensors)
@@ -112,6 +113,7 @@ class TorchFace(torch.optim.Optimizer):
             }
         param_groups = [dict(group) for group in self.param_groups]
         for group in param_groups:
+            # parameters are told by name, not by object
             del group["params"]
         counts = self._counts()  # type: ignore[attr-defined]
         state: dict[str, Any] = {"local": counts, "states": states, "param_groups": param_groups}

@@ -28,6 +28,7 @@ def solve_batch(train: Size, micro: Size, accumulation: Size, ranks: Size) -> tu
         if not is_determined:
             return None, micro
         return product, micro
+    # all four are given: they must agree
     if len(known) == 3 and train != product:
         raise ValueError(
             f"{TRAIN}={train} is not {product_text} = {product}; use {product}, or leave one of the sizes out"

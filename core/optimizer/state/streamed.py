@@ -80,9 +80,11 @@ class Streamer:
     def _enter_side_stream(self) -> None:
         if self._side_stream is None:
             self._side_stream = torch.Stream(self._device)
+        # gradients must be complete before they are copied
         self._side_stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def _leave_side_stream(self) -> None:
+        # the next forward must not read weights that are still on their way
         torch.accelerator.current_stream(self._device).wait_stream(self._side_stream)
 
     def _send(self, target: Tensor, source: Tensor) -> None:
@@ -100,6 +102,7 @@ class Streamer:
     def _update_chunk(self, chunk: _StreamedChunk, factor: Factor) -> None:
         first, last = chunk.span
         states = {kind: state[first:last] for kind, state in chunk.state_buffer.states.items()}
+        # one fused call per key and chunk
         runs_of: dict[UpdateKey, list[ElementRun]] = {}
         for run in clip_runs(chunk.state_buffer.runs, first, last):
             runs_of.setdefault(run.key, []).append(run)
@@ -117,6 +120,7 @@ class Streamer:
         if state_buffer.main is not None:
             mains = state_buffer.main[elements]
         elif state_buffer.wide and state_buffer.resident:
+            # float32 weights on the device are their own main weights: updated in place
             mains = state_buffer.weights[elements]
         else:
             mains = self._scratch_for("main", slot, state_buffer, dtype, size)

@@ -49,6 +49,7 @@ class GPTModel(ours.GPTModel):
                 f"GPTModel: {max(1, len(unsupported))} arguments are not here: {names}; leave them out"
             )
         spec = _with_positions(transformer_layer_spec, position_embedding_type)
+        # kept, because `replace` returns ours: scripts read Megatron's fields of model.config
         megatron_config = config
         if position_embedding_type == "rope":
             config = replace(
