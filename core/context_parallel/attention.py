@@ -75,10 +75,12 @@ class _ContextAttention(torch.autograd.Function):
             # likes
             if exchange.heads is None:
                 return exchange.forward(exchange.of_rows(q, documents, scale), q, k, v)
-            here = to_heads((q, k, v), exchange.heads)
-            out, logsumexp = exchange.forward(exchange.of_rows(here[0], documents, scale), *here)
+            exchanged = to_heads((q, k, v), exchange.heads)
+            out, logsumexp = exchange.forward(
+                exchange.of_rows(exchanged[0], documents, scale), *exchanged
+            )
             (back,) = from_heads((out,), exchange.heads)
-            return back, logsumexp, *here, out
+            return back, logsumexp, *exchanged, out
 
         # where the output is noted, a second run exchanges nothing: heads are exchanged in backward instead
         ctx.by_heads = exchange.heads is not None and not notes_activations()

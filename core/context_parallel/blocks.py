@@ -43,12 +43,12 @@ def blocks(size: int, rank: int, count: int) -> tuple[AttentionBlock, ...]:
     keys, and these all of them. So every block but the own one is one dense call, of equal work.
     """
     whole, half = range(count), count // 2
-    found = [AttentionBlock(rank, whole, whole, True)]
+    result = [AttentionBlock(rank, whole, whole, True)]
     for distance in range(1, size):
         source = (rank - distance) % size
         queries, keys = (whole, range(half)) if source < rank else (range(half, count), whole)
-        found.append(AttentionBlock(source, queries, keys, False))
-    return tuple(found)
+        result.append(AttentionBlock(source, queries, keys, False))
+    return tuple(result)
 
 
 def pieces(

@@ -11,7 +11,7 @@ def to_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     """[b, a, n, d] each, of this rank's n rows -> [b, a/u, u n, d], of all u ranks' rows in rank order."""
     u = group.size
     by_rank = []
-    found = []
+    exchanged = []
     first = 0
     for x in tensors:
         b, a, n, d = x.shape
@@ -20,16 +20,16 @@ def to_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     received = all_to_all(torch.cat(by_rank, 2), group)
     for x in by_rank:
         count = x.shape[2]
-        found.append(received[:, :, first : first + count].permute(1, 2, 0, 3, 4).flatten(2, 3))
+        exchanged.append(received[:, :, first : first + count].permute(1, 2, 0, 3, 4).flatten(2, 3))
         first += count
-    return found
+    return exchanged
 
 
 def from_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     """The way back: [b, a/u, u n, d] each -> [b, a, n, d]."""
     u = group.size
     by_rank = []
-    found = []
+    exchanged = []
     first = 0
     for x in tensors:
         b, heads, rows, d = x.shape
@@ -38,6 +38,6 @@ def from_heads(tensors: tuple[Tensor, ...], group: Group) -> list[Tensor]:
     received = all_to_all(torch.cat(by_rank, 2), group)
     for x in by_rank:
         count = x.shape[2]
-        found.append(received[:, :, first : first + count].movedim(0, 1).flatten(1, 2))
+        exchanged.append(received[:, :, first : first + count].movedim(0, 1).flatten(1, 2))
         first += count
-    return found
+    return exchanged

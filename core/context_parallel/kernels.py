@@ -111,8 +111,8 @@ def _cpu_backward(
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    return found[0], found[1]
+    result = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return result[0], result[1]
 
 
 def _flash_backward(
@@ -227,11 +227,11 @@ def kernel_of(
         if biased and kernel[0] is _flash_forward:
             continue
         try:
-            found = _both(kernel, q, k, v, grad, bias)
+            computed = _both(kernel, q, k, v, grad, bias)
         except (RuntimeError, NotImplementedError, TypeError, AttributeError):
             # not on this device, or renamed
             continue
-        pairs = zip(found, expected, strict=True)
+        pairs = zip(computed, expected, strict=True)
         if all((a - b).abs().max() <= tolerance * (1 + b.abs().max()) for a, b in pairs):
             return kernel
     return PLAIN

@@ -125,15 +125,15 @@ class Gradients:
     def add(self, block: AttentionBlock, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """-> gradients of the block's keys and values, [b, g, keys of the block, d]; k, v: all rows of its source."""
         rows = self._rows
-        own = block is self._rows.own
-        found = rows.pieces(block)
+        is_own = block is self._rows.own
+        pieces = rows.pieces(block)
         sums: tuple[Tensor, Tensor] | None = None
-        if len(found) != 1 or len(range(*found[0].keys.indices(k.shape[2]))) != len(block.keys):
+        if len(pieces) != 1 or len(range(*pieces[0].keys.indices(k.shape[2]))) != len(block.keys):
             # strips of one block add to the same keys: in float32 at least
             shape = (*k.shape[:2], len(block.keys), k.shape[3])
             sums = k.new_zeros(shape, dtype=wide(k.dtype)), v.new_zeros(shape, dtype=wide(v.dtype))
         dk = dv = k.new_zeros(())
-        for piece in found:
+        for piece in pieces:
             queries = piece.queries
             keys = piece.keys
             bias = rows.bias(block, piece, self._q) if piece.masked else None
@@ -142,7 +142,7 @@ class Gradients:
             dq, dk, dv = attend_backward(
                 *part, *merged, causal=piece.causal, bias=bias, scale=rows.scale
             )
-            self._add_queries(queries, dq, own=own)
+            self._add_queries(queries, dq, is_own=is_own)
             if sums is not None:
                 target = slice(keys.start - block.keys.start, keys.stop - block.keys.start)
                 sums[0][:, :, target] += dk
@@ -151,14 +151,14 @@ class Gradients:
             return (dk, dv)
         return (sums[0].to(k.dtype), sums[1].to(v.dtype))
 
-    def _add_queries(self, queries: slice, dq: Tensor, *, own: bool) -> None:
+    def _add_queries(self, queries: slice, dq: Tensor, *, is_own: bool) -> None:
         q = self._q
-        if own and dq.shape == q.shape:
+        if is_own and dq.shape == q.shape:
             self._dq = dq.to(self._dtype)
             return
         if self._dq is None:
             self._dq = torch.empty_like(q, dtype=self._dtype)
-        if own:
+        if is_own:
             self._dq[:, :, queries] = dq
         else:
             self._dq[:, :, queries] += dq

@@ -112,7 +112,7 @@ def _add_document_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
+def _tokenizer(options: argparse.Namespace, text_files: TextFiles) -> AnyTokenizer:
     if options.train_tokenizer is None:
         if options.tokenizer is not None and not Path(options.tokenizer).is_file():
             raise ValueError(f"--tokenizer {options.tokenizer} is no file; name a tokenizer.json")
@@ -133,9 +133,12 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
     print(f"learning {options.train_tokenizer} tokens", file=sys.stderr, flush=True)
     # only cuts the input into texts; its tokens are not used
     reader = Encoder(
-        tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key
+        tokenizer=ByteTokenizer(),
+        dtype=np.dtype("<u2"),
+        end_of_text=None,
+        text_key=text_files.text_key,
     )
-    learned = train_tokenizer(text.texts(reader), options.train_tokenizer)
+    learned = train_tokenizer(text_files.texts(reader), options.train_tokenizer)
     if learned.vocab_size < options.train_tokenizer:
         print(
             f"the text has {learned.vocab_size} tokens to learn, not {options.train_tokenizer}",
@@ -144,26 +147,26 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
     return learned
 
 
-def _prepared(options: argparse.Namespace, text: TextFiles) -> CorpusFiles:
+def _prepared(options: argparse.Namespace, text_files: TextFiles) -> CorpusFiles:
     """What is written; raises `ValueError`, `ImportError`, `OSError`."""
-    chats = are_conversations(text.sources)
+    chats = are_conversations(text_files.sources)
     if chats and options.train_tokenizer is not None:
         raise ValueError(
             f"--train-tokenizer {options.train_tokenizer}: conversations fine-tune a model, whose tokenizer they "
             "need; give it by --tokenizer FOLDER/tokenizer.json, or leave both out for bytes"
         )
-    tokenizer = _tokenizer(options, text)
-    with progress("tokenising", text.num_bytes) as advance:
+    tokenizer = _tokenizer(options, text_files)
+    with progress("tokenising", text_files.num_bytes) as advance:
         if chats:
             if options.tokenizer is None:
                 folder = None
             else:
                 folder = Path(options.tokenizer).parent
             return prepare_conversations(
-                text, options.output, tokenizer, template_folder=folder, advance=advance
+                text_files, options.output, tokenizer, template_folder=folder, advance=advance
             )
         return prepare_files(
-            text,
+            text_files,
             options.output,
             tokenizer,
             workers=options.workers,

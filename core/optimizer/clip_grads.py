@@ -35,7 +35,7 @@ def _as_list(parameters: Parameters) -> list[Tensor]:
     return list(parameters)
 
 
-def _held(parameters: Sequence[Tensor]) -> list[ParameterSlot]:
+def _slots_of(parameters: Sequence[Tensor]) -> list[ParameterSlot]:
     """Where a `DataParallel` keeps the gradients of these parameters; of no `DataParallel` none.
 
     Raises ValueError: it holds some of them only; gradients that some other object of the program's keeps.
@@ -71,10 +71,10 @@ def get_grad_norm(
     parameters: this rank's, or a module. norm_type: as torch's; inf is the largest element. The gradients must be
     summed over the data axes already (DDP does it in backward; a `DataParallel` now). One all-gather (inf:
     all-reduce) over the world; of a `DataParallel`'s parameters all-reduces over the data, tensor and pipeline ranks.
-    Raises ValueError: see `_held`.
+    Raises ValueError: see `_slots_of`.
     """
     local_parameters = _as_list(parameters)
-    if slots := _held(local_parameters):
+    if slots := _slots_of(local_parameters):
         return _norm_in_buckets(slots, norm_type)
     ps = parallel if parallel is not None else current_state()
     gradients = []
@@ -144,7 +144,7 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of the model's gradients is {norm.item()}: they cannot be clipped; set "
             "error_if_nonfinite=False to scale by it anyway"
         )
-    if slots := _held(local_parameters):
+    if slots := _slots_of(local_parameters):
         factor = torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0)
         for slot in slots:
             if slot.parameter.grad is not None:

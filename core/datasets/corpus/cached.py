@@ -88,33 +88,44 @@ def _is_ready(prefix: Path) -> bool:
     return True
 
 
-def _key(text: TextFiles, tokenizer: str | Path | None, vocab_size: int, chats: bool) -> str:
+def _key(text_files: TextFiles, tokenizer: str | Path | None, vocab_size: int, chats: bool) -> str:
     """Of everything that the token file depends on."""
     if tokenizer is None:
         identity = f"learned {vocab_size}"
     else:
         identity = load_tokenizer(tokenizer).identity
-    files = [(source.name, source.size, source.path.stat().st_mtime_ns) for source in text.sources]
-    content = [_FORMAT, str(Path(text.inputs[0]).resolve()), text.documents, chats, identity, files]
+    files = [
+        (source.name, source.size, source.path.stat().st_mtime_ns) for source in text_files.sources
+    ]
+    content = [
+        _FORMAT,
+        str(Path(text_files.inputs[0]).resolve()),
+        text_files.documents,
+        chats,
+        identity,
+        files,
+    ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 def _prepare(
-    text: TextFiles,
+    text_files: TextFiles,
     prefix: Path,
     tokenizer_file: str | Path | None,
     vocab_size: int,
     chats: bool,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Under a lock from its beginning, as learning a vocabulary takes a while. Raises LockedError."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     lock_name = _lock_name(prefix)
     lock = take_lock(lock_name)
     try:
-        name = text.inputs[0]
-        megabytes = text.num_bytes / 1e6
-        say(f"preparing {name} ({len(text.sources):,} files, {megabytes:.1f} MB) as {prefix}, once")
+        name = text_files.inputs[0]
+        megabytes = text_files.num_bytes / 1e6
+        report(
+            f"preparing {name} ({len(text_files.sources):,} files, {megabytes:.1f} MB) as {prefix}, once"
+        )
         folder = None
         if tokenizer_file is not None:
             folder = Path(tokenizer_file).parent
@@ -123,17 +134,17 @@ def _prepare(
             if chats:
                 tokenizer = ByteTokenizer()
             else:
-                tokenizer = _learned(text, vocab_size, say)
-        with progress("tokenising", text.num_bytes) as advance:
+                tokenizer = _learned(text_files, vocab_size, report)
+        with progress("tokenising", text_files.num_bytes) as advance:
             if chats:
                 corpus = prepare_conversations(
-                    text, prefix, tokenizer, template_folder=folder, advance=advance
+                    text_files, prefix, tokenizer, template_folder=folder, advance=advance
                 )
             else:
-                corpus = prepare_files(text, prefix, tokenizer, advance=advance)
+                corpus = prepare_files(text_files, prefix, tokenizer, advance=advance)
         card = corpus.card
         kind = "conversations" if chats else "documents"
-        say(
+        report(
             f"prepared: {card.documents:,} {kind}, {card.tokens:,} tokens of {card.vocab_size:,} in "
             f"{corpus.seconds:.1f} s; skipped: {skipped_text(dict(card.skipped))}"
         )
@@ -141,15 +152,18 @@ def _prepare(
         release_lock(lock_name, lock)
 
 
-def _learned(text: TextFiles, vocab_size: int, say: Callable[[str], None]) -> AnyTokenizer:
+def _learned(text_files: TextFiles, vocab_size: int, report: Callable[[str], None]) -> AnyTokenizer:
     # needs an extra
     from core.datasets.tokenizers.trained import train_tokenizer
 
-    say(f"learning {vocab_size:,} tokens from it (data.tokenizer=FILE takes others)")
+    report(f"learning {vocab_size:,} tokens from it (data.tokenizer=FILE takes others)")
     reader = Encoder(
-        tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key
+        tokenizer=ByteTokenizer(),
+        dtype=np.dtype("<u2"),
+        end_of_text=None,
+        text_key=text_files.text_key,
     )
-    return train_tokenizer(text.texts(reader), vocab_size)
+    return train_tokenizer(text_files.texts(reader), vocab_size)
 
 
 def _lock_name(prefix: Path) -> Path:

@@ -225,32 +225,36 @@ def shards_as_bits(arrays: Arrays, shards: ShardsByKey) -> dict[str, list[ShardB
     return bits_by_key
 
 
-def _as_stored(bits: Tensor, info: ArrayInfo) -> np.ndarray:
-    stored_dtype, _ = STORED_DTYPES[info.dtype]
+def _as_stored(bits: Tensor, array_info: ArrayInfo) -> np.ndarray:
+    stored_dtype, _ = STORED_DTYPES[array_info.dtype]
     # through pinned memory: copies to pageable memory run at a tenth of the bus
     host = bits if bits.device.type == "cpu" else to_host(bits)
     return host.numpy().view(stored_dtype)
 
 
-def _local_cell(key: str, info: ArrayInfo, shards: Sequence[ShardBits], cell: Box) -> np.ndarray:
+def _local_cell(
+    key: str, array_info: ArrayInfo, shards: Sequence[ShardBits], cell: Box
+) -> np.ndarray:
     """A cell that this rank holds: a view of the shard that covers it, else assembled in new memory."""
     # the common case without ZeRO: one shard covers the cell, and nothing is copied
     for shard in shards:
         if intersect(shard.box, cell) == cell:
-            return shard.stored(cell, info)
-    array, missing = _assemble(info, shards, cell)
+            return shard.stored(cell, array_info)
+    array, missing = _assemble(array_info, shards, cell)
     if missing:
         raise _incomplete_error(key, cell, missing)
     return array
 
 
-def _assemble(info: ArrayInfo, shards: Sequence[ShardBits], cell: Box) -> tuple[np.ndarray, int]:
+def _assemble(
+    array_info: ArrayInfo, shards: Sequence[ShardBits], cell: Box
+) -> tuple[np.ndarray, int]:
     """A cell filled with what this rank holds of it, and how many elements it lacks: those are not initialized."""
-    array = np.empty(extent(cell), STORED_DTYPES[info.dtype][0])
+    array = np.empty(extent(cell), STORED_DTYPES[array_info.dtype][0])
     missing = volume(cell)
     for shard in shards:
         if (overlap := intersect(shard.box, cell)) is not None:
-            array[slices(relative(overlap, cell))] = shard.stored(overlap, info)
+            array[slices(relative(overlap, cell))] = shard.stored(overlap, array_info)
             missing -= volume(overlap)
     return array, missing
 

@@ -265,10 +265,12 @@ def merge_catalogs(catalogs: Sequence[LocalCatalog]) -> Catalog:
     return Catalog(arrays, holdings)
 
 
-def _check_same_info(key: str, first: ArrayInfo, info: ArrayInfo, ranks: tuple[int, int]) -> None:
-    if first != info:
+def _check_same_info(
+    key: str, first: ArrayInfo, array_info: ArrayInfo, ranks: tuple[int, int]
+) -> None:
+    if first != array_info:
         raise ValueError(
-            f"{key} is {first} on rank {ranks[0]} and {info} on rank {ranks[1]}; build the same model on all "
+            f"{key} is {first} on rank {ranks[0]} and {array_info} on rank {ranks[1]}; build the same model on all "
             "ranks, and give foreign pipeline stages as {stage: module}"
         )
 

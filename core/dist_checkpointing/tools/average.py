@@ -95,18 +95,20 @@ def _cells(
             done(values.nbytes)
 
 
-def _values(name: str, info: ArrayInfo, box: Box, tensors: Mapping[str, LazyTensor]) -> Tensor:
+def _values(
+    name: str, array_info: ArrayInfo, box: Box, tensors: Mapping[str, LazyTensor]
+) -> Tensor:
     """What the averaged model has in a box of one of its arrays."""
     weight = tensors[MODEL + name]
     average = tensors.get(AVERAGE + name)
     if average is not None:
         return average[slices(box)].to(weight.dtype)
-    if not info.stacked:
+    if not array_info.stacked:
         return weight[slices(box)]
     # where some layers are frozen, each of the others has an average of its own
     rows = []
     for row_number in range(*box[0]):
-        own = tensors.get(_layer_key(name, info, info.layer_numbers[row_number]))
+        own = tensors.get(_layer_key(name, array_info, array_info.layer_numbers[row_number]))
         if own is None:
             row = weight[(row_number, *slices(box[1:]))]
         else:
@@ -115,13 +117,13 @@ def _values(name: str, info: ArrayInfo, box: Box, tensors: Mapping[str, LazyTens
     return torch.stack(rows)
 
 
-def _has_average(name: str, info: ArrayInfo, tensors: Mapping[str, LazyTensor]) -> bool:
-    layers = info.layer_numbers if info.stacked else ()
+def _has_average(name: str, array_info: ArrayInfo, tensors: Mapping[str, LazyTensor]) -> bool:
+    layers = array_info.layer_numbers if array_info.stacked else ()
     return AVERAGE + name in tensors or any(
-        _layer_key(name, info, layer) in tensors for layer in layers
+        _layer_key(name, array_info, layer) in tensors for layer in layers
     )
 
 
-def _layer_key(name: str, info: ArrayInfo, layer: int) -> str:
+def _layer_key(name: str, array_info: ArrayInfo, layer: int) -> str:
     """`decoder.layers` and `.norm.weight` -> `optimizer/ema/decoder.layers.7.norm.weight`."""
-    return f"{AVERAGE}{info.stack}.{layer}{name.removeprefix(info.stack)}"
+    return f"{AVERAGE}{array_info.stack}.{layer}{name.removeprefix(array_info.stack)}"

@@ -87,20 +87,20 @@ def tensors(
     return exported
 
 
-def _layers(name: str, box: Box, info: ArrayInfo) -> list[tuple[str, Box]]:
+def _layers(name: str, box: Box, array_info: ArrayInfo) -> list[tuple[str, Box]]:
     """(name, box) of each layer: the number goes behind the name of the stack.
 
     A stack without a name is what stands up to `layers`, as in Megatron's names; without that the stack stays one
     tensor.
     """
-    stack = info.stack
+    stack = array_info.stack
     if not stack and (match := re.match(r"(.*\.)?layers(?=\.)", name)):
         stack = match[0]
-    if not info.stacked or not stack:
+    if not array_info.stacked or not stack:
         return [(name, box)]
     # `decoder.layers` and `.norm.weight` -> `decoder.layers.7.norm.weight`
     suffix = name[len(stack) :]
-    numbers = info.layer_numbers
+    numbers = array_info.layer_numbers
     return [
         (f"{stack}.{numbers[row]}{suffix}", ((row, row + 1), *box[1:])) for row in range(*box[0])
     ]

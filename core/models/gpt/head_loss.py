@@ -79,33 +79,33 @@ class _HeadLoss(torch.autograd.Function):
         ignore: int,
     ) -> Tensor:
         # autocast does not reach into a Function: it must cast its inputs itself
-        kind = x.device.type
+        device_type = x.device.type
         matrix = weight
         held = x
-        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-            held = x.to(torch.get_autocast_dtype(kind))
+        if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+            held = x.to(torch.get_autocast_dtype(device_type))
             matrix = weight.to(held.dtype)  # type: ignore[assignment]
         if comm.before_forward is not None:
-            whole = comm.before_forward(held)
+            gathered = comm.before_forward(held)
         else:
-            whole = held
-        flat = whole.reshape(-1, whole.shape[-1])
+            gathered = held
+        flat = gathered.reshape(-1, gathered.shape[-1])
         dtype = compute_dtype(held.dtype)
-        found = _Labels(labels.reshape(-1), weight.shape[0], group, vocab, ignore)
+        label_columns = _Labels(labels.reshape(-1), weight.shape[0], group, vocab, ignore)
         # max, sum of exponentials, label's logit
         local = torch.empty(3, flat.shape[0], dtype=dtype, device=x.device)
-        for rows, logits in _chunks(flat, matrix, chunk, found.true_columns):
-            local[2, rows] = logits.gather(1, found.local[rows, None])[:, 0].to(dtype)
+        for rows, logits in _chunks(flat, matrix, chunk, label_columns.true_columns):
+            local[2, rows] = logits.gather(1, label_columns.local[rows, None])[:, 0].to(dtype)
             local[0, rows], local[1, rows] = exp_sums(logits)
-        local[2].masked_fill_(~found.is_local, 0)
+        local[2].masked_fill_(~label_columns.is_local, 0)
         per_rank = all_gather(local[None], group)  # [tp, 3, n]
         # each rank's sums are relative to its own maximum; here they become relative to that of the whole row
         row_max = per_rank[:, 0].amax(0)
         logsumexp = (per_rank[:, 1] * (per_rank[:, 0] - row_max).exp()).sum(0).log() + row_max
-        loss = (logsumexp - per_rank[:, 2].sum(0)).masked_fill_(~found.counted, 0)
+        loss = (logsumexp - per_rank[:, 2].sum(0)).masked_fill_(~label_columns.counted, 0)
         ctx.save_for_backward(held, logsumexp)
         ctx.weight = weight
-        ctx.labels = found
+        ctx.labels = label_columns
         ctx.version = weight._version
         ctx.bag = stage.bag
         ctx.comm = comm
@@ -120,7 +120,7 @@ class _HeadLoss(torch.autograd.Function):
             raise no_second_derivative("the output layer's loss in chunks")
         weight = ctx.weight
         comm = ctx.comm
-        found = ctx.labels
+        label_columns = ctx.labels
         if weight._version != ctx.version:
             raise overwritten(weight, ctx.version)
         held, logsumexp = ctx.saved_tensors
@@ -131,7 +131,7 @@ class _HeadLoss(torch.autograd.Function):
             x = held
         flat = x.reshape(-1, x.shape[-1])
         matrix = weight.detach().to(x.dtype)
-        grad_loss = gradient.reshape(-1).to(logsumexp.dtype) * found.counted
+        grad_loss = gradient.reshape(-1).to(logsumexp.dtype) * label_columns.counted
         # with a main_grad, chunks add their products straight into it; else they need a sum of their own for
         # autograd
         past_autograd = wants_dw and delivers(ctx, weight, ctx.region)
@@ -140,9 +140,13 @@ class _HeadLoss(torch.autograd.Function):
         if wants_dw and dw is None:
             dw = torch.zeros(weight.shape, dtype=compute_dtype(x.dtype), device=x.device)
         dx = torch.empty_like(flat) if wants_dx else None
-        for rows, logits in _chunks(flat, matrix, ctx.chunk, found.true_columns):
+        for rows, logits in _chunks(flat, matrix, ctx.chunk, label_columns.true_columns):
             logits_to_gradient(
-                logits, logsumexp[rows], grad_loss[rows], found.local[rows], found.is_local[rows]
+                logits,
+                logsumexp[rows],
+                grad_loss[rows],
+                label_columns.local[rows],
+                label_columns.is_local[rows],
             )
             if dx is not None:
                 torch.mm(logits, matrix, out=dx[rows])

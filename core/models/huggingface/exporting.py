@@ -87,16 +87,16 @@ def export_huggingface(
 
 def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> FolderForm:
     run = open_stored(checkpoint).run
-    said: Any = run.get("model")
+    description_of_run: Any = run.get("model")
     if source is not None:
-        return form_of_source(source, said, str(checkpoint))
-    if said is None:
+        return form_of_source(source, description_of_run, str(checkpoint))
+    if description_of_run is None:
         raise ValueError(
             f"{checkpoint} says nothing of its model: give --source, a folder with its config.json (checkpoints of "
             "the trainer say it)"
         )
     tokenizer: Any = run.get("tokenizer")
-    return form_of_run(said, tokenizer)
+    return form_of_run(description_of_run, tokenizer)
 
 
 def _new_folder(
@@ -141,11 +141,11 @@ def save_huggingface(
         def begin() -> list[tuple[str, int | None]]:
             """The order in which parameters are gathered."""
             nonlocal write
-            said = description(_gpt_of(model))
+            description_of_model = description(_gpt_of(model))
             if source is None:
-                form = form_of_run(said, tokenizer)
+                form = form_of_run(description_of_model, tokenizer)
             else:
-                form = form_of_source(source, said, "the model")
+                form = form_of_source(source, description_of_model, "the model")
             ours = Parameters(form, weights.arrays, "the model", weights.read)
             files = tensors_by_file(ours.their_tensors(), file_bytes)
             temporary = _new_folder(opened, folder, files)
@@ -240,13 +240,13 @@ class _Gathered:
             for shard in self._save.shards.get(part.key, ())
             if intersect(shard.box, box) is not None
         ]
-        found = None
+        gathered = None
         for _, _, _, array in owned_cells(
             plan, {part.key: info}, {part.key: shards}, ps.rank, ps.world, ps.device
         ):
             tensor = torch.from_numpy(array).view(torch_dtype(info.dtype))
-            found = (tensor if part.layer is None else tensor[0]).contiguous()
-        return found
+            gathered = (tensor if part.layer is None else tensor[0]).contiguous()
+        return gathered
 
 
 @torch.no_grad()

@@ -65,10 +65,10 @@ def import_huggingface(
         metadata[key] = array_metadata(info, cell, inner_shape(cell))
     attributes = {"paracore": {"format": FORMAT, "objects": {}, "derived": {}}}
     # so that it can be exported, and continued, by itself
-    said = description_of(**model_form.arguments())
+    model_description = description_of(**model_form.arguments())
     run = {
         "imported": {"from": "huggingface", "folder": Path(folder).name},
-        "model": said,
+        "model": model_description,
         "time": time.time(),
     }
     nbytes = sum(prod(info.shape) * info.itemsize for info in infos.values())
@@ -135,9 +135,9 @@ def _cells(
             done(array.nbytes)
 
 
-def _name(key: str, info: ArrayInfo, row: int) -> str:
+def _name(key: str, array_info: ArrayInfo, row: int) -> str:
     """The parameter that lies in row `row` of a stacked array: its number stands behind the name of the stack."""
     name = key.removeprefix(MODEL)
-    if not info.stacked:
+    if not array_info.stacked:
         return name
-    return f"{info.stack}.{info.layer_numbers[row]}{name[len(info.stack) :]}"
+    return f"{array_info.stack}.{array_info.layer_numbers[row]}{name[len(array_info.stack) :]}"

@@ -82,19 +82,19 @@ def _axes(x: Any) -> Axes:
 
 
 def _dims(args: tuple, kwargs: dict[str, Any], place: int, default: Any, count: int) -> list[int]:
-    given = kwargs.get("dim", kwargs.get("axis"))
-    if given is None and len(args) > place:
-        given = args[place]
+    stated = kwargs.get("dim", kwargs.get("axis"))
+    if stated is None and len(args) > place:
+        stated = args[place]
     is_ints = (
-        isinstance(given, (tuple, list))
-        and all(isinstance(d, int) for d in given)
-        and len(given) > 0
+        isinstance(stated, (tuple, list))
+        and all(isinstance(d, int) for d in stated)
+        and len(stated) > 0
     )
-    if (not isinstance(given, int) and not is_ints) or isinstance(given, bool):
-        given = default
-    if given is None:
+    if (not isinstance(stated, int) and not is_ints) or isinstance(stated, bool):
+        stated = default
+    if stated is None:
         return list(range(count))
-    return [d % max(count, 1) for d in ([given] if isinstance(given, int) else given)]
+    return [d % max(count, 1) for d in ([stated] if isinstance(stated, int) else stated)]
 
 
 def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Outcome:
@@ -148,7 +148,7 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     candidates = [
         split_axes.broadcast(_axes(t), result.shape) for t in tensors if hasattr(t, "axes")
     ]
-    return [(result, next((found for found in candidates if found is not None), None))]
+    return [(result, next((candidate for candidate in candidates if candidate is not None), None))]
 
 
 def _draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -183,17 +183,17 @@ def _reduced(
             return name
         return Finding("reduction", name, shape)
     results = result if isinstance(result, tuple) else (result,)
-    found: Followed = []
+    followed: Followed = []
     for tensor in results:
         if not isinstance(tensor, Tensor):
             continue
         keepdim = tensor.dim() == len(axes)
         if keepdim and tensor.shape == shape:
             # as a softmax over keys: nothing is reduced
-            found.append((tensor, axes))
+            followed.append((tensor, axes))
         else:
-            found.append((tensor, split_axes.without(axes, dims, keepdim=keepdim)))
-    return found
+            followed.append((tensor, split_axes.without(axes, dims, keepdim=keepdim)))
+    return followed
 
 
 def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
@@ -324,7 +324,7 @@ def _indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
         is_plain = i is None or i is Ellipsis or isinstance(i, (int, slice))
         if not is_plain or isinstance(i, bool):
             return None
-    given = sum(i is not None and i is not Ellipsis for i in index)
+    indexed_dims = sum(i is not None and i is not Ellipsis for i in index)
     if Ellipsis not in index:
         index = (*index, Ellipsis)
     result: list[Any] = []
@@ -333,8 +333,8 @@ def _indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
         if i is None:
             result.append(())
         elif i is Ellipsis:
-            result.extend(axes[dim : dim + len(axes) - given])
-            dim += len(axes) - given
+            result.extend(axes[dim : dim + len(axes) - indexed_dims])
+            dim += len(axes) - indexed_dims
         elif isinstance(i, int):
             if split_axes.is_split(axes, [dim]):
                 return "across"

@@ -65,9 +65,13 @@ def load_weights(
     if problems:
         raise ValueError(_refusal(url, problems, arrays))
     say(f"weights of {url}: {arrays} arrays")
-    said: Any = open_stored(url).run.get("model")
+    saved_model: Any = open_stored(url).run.get("model")
     gpt = next((stage for stage in stages.values() if isinstance(stage, GPTModel)), None)
-    if said is not None and gpt is not None and (changed := differences(said, description(gpt))):
+    if (
+        saved_model is not None
+        and gpt is not None
+        and (changed := differences(saved_model, description(gpt)))
+    ):
         say(
             f"warning: {url} is of a model with {', '.join(changed)}: what it learned may not serve this one"
         )

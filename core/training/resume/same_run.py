@@ -76,13 +76,13 @@ def refuse_another_run(
     url = from_first(lambda: _newest(run.checkpoint), ps)
     if url is None:
         return
-    here = order_of(run.data, run.training, order)
-    template = {"training": {"order": dict(here)}}
+    current = order_of(run.data, run.training, order)
+    template = {"training": {"order": dict(current)}}
     try:
         saved = load(template, url, ps=ps, strict=False)["training"]["order"]
     except (OSError, ValueError):
         return
-    changes_of_order(url, saved, here, run.checkpoint.change)
+    changes_of_order(url, saved, current, run.checkpoint.change)
     if run.model.build is None:
         model = description_of(**run.model.arguments(tokens, run.data.sequence_length))
         compare_models(url, model, run.checkpoint.change, lambda line: None)

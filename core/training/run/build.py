@@ -53,14 +53,14 @@ def freeze(stages: Mapping[int, nn.Module], optimizer: OptimizerConfig, ps: Para
     if not patterns_of(optimizer):
         return
     local = dict(named_parameters(stages))
-    whole = dict.fromkeys(
+    all_names = dict.fromkeys(
         name for names in all_gather_objects(list(local), ps.group("pp")) for name in names
     )
-    problems = [f"optimizer.{message}" for message in unmatched(optimizer, whole)]
-    frozen = [name for name in whole if is_frozen(optimizer, name)]
-    if len(frozen) == len(whole):
+    problems = [f"optimizer.{message}" for message in unmatched(optimizer, all_names)]
+    frozen = [name for name in all_names if is_frozen(optimizer, name)]
+    if len(frozen) == len(all_names):
         problems.append(
-            f"optimizer.freeze leaves 0 of {len(whole)} parameters to train; leave some out of it"
+            f"optimizer.freeze leaves 0 of {len(all_names)} parameters to train; leave some out of it"
         )
     if problems:
         raise ValueError("; ".join(problems))

@@ -92,20 +92,20 @@ def evaluate_texts(
     executor: StepExecutor, corpus: Corpus, ps: ParallelState
 ) -> dict[str, TextLoss]:
     """Name -> loss of each validation text of a corpus. Collective."""
-    here = local_batches(ps)
+    to_device = local_batches(ps)
     rank = ps.index("dp")
     size = ps.size("dp")
-    found = {}
+    losses = {}
     # in the same order on all ranks: each text is a collective
     for name, text in corpus.validation_texts.items():
-        batches = _told(
+        batches = _with_progress(
             text.validation(rank, size), name, text.validation_batches if ps.rank == 0 else 0
         )
-        found[name] = evaluate_text(executor, map(here, batches), len(text.valid_text))
-    return found
+        losses[name] = evaluate_text(executor, map(to_device, batches), len(text.valid_text))
+    return losses
 
 
-def _told(
+def _with_progress(
     batches: Iterable[Mapping[str, Tensor]], name: str, count: int, seconds: float = PROGRESS_S
 ) -> Iterator[Mapping[str, Tensor]]:
     """The batches; of a long text a line on standard error now and then. count: 0 tells nothing."""
@@ -115,10 +115,10 @@ def _told(
         # by time, not by number: a batch may take seconds
         if count and now - last >= seconds:
             last = now
-            left = 0.0
+            remaining_s = 0.0
             if number:
-                left = (now - begin) / number * (count - number)
-            line = f"{name}: batch {number:,} of {count:,}, {left:.0f} s left"
+                remaining_s = (now - begin) / number * (count - number)
+            line = f"{name}: batch {number:,} of {count:,}, {remaining_s:.0f} s left"
             print(line, file=sys.stderr, flush=True)
         yield batch
 
@@ -127,10 +127,10 @@ def validate(
     executor: StepExecutor, corpus: Corpus, ps: ParallelState, optimizer: ShardedOptimizer
 ) -> dict[str, TextLoss]:
     """As `evaluate_texts`; where weights are averaged also of the average, as NAME.ema. Collective."""
-    found = evaluate_texts(executor, corpus, ps)
+    losses = evaluate_texts(executor, corpus, ps)
     if optimizer.averages:
         # the average takes the place of the weights meanwhile, on all ranks
         with optimizer.averaged():
             averaged = evaluate_texts(executor, corpus, ps)
-        found |= {f"{name}{OF_AVERAGE}": text for name, text in averaged.items()}
-    return found
+        losses |= {f"{name}{OF_AVERAGE}": text for name, text in averaged.items()}
+    return losses

@@ -219,8 +219,8 @@ class _Reporter:
         self, step: int, validate: Callable[[], Mapping[str, TextLoss]] | None
     ) -> float | None:
         """Record what each text costs; the bits per byte of the main one. Collective, unless `validate` is None."""
-        found = validate() if validate is not None else {}
-        for name, text in found.items():
+        losses = validate() if validate is not None else {}
+        for name, text in losses.items():
             record = ValidationRecord(
                 step=step + 1,
                 name=name,
@@ -231,8 +231,8 @@ class _Reporter:
                 tokens_seen=self._meter.tokens_seen(step),
             )
             self._say(self._log.add_validation(record).line(self._config.train_steps))
-        if MAIN in found:
-            return found[MAIN].bits_per_byte
+        if MAIN in losses:
+            return losses[MAIN].bits_per_byte
         return None
 
 

@@ -157,7 +157,7 @@ class Loads:
         sums = self._over_ranks(torch.cat((rows, losses), 1)).tolist()
         received = torch.tensor([counts.most_received for counts in self._last], device=device)
         most = self._over_ranks(received, "max").tolist()
-        experts, found = rows.shape[1], []
+        experts, loads = rows.shape[1], []
         for router, summed, most_received in zip(self.routers, sums, most, strict=True):
             of_experts = summed[:experts]
             of_losses = summed[experts:]
@@ -167,8 +167,8 @@ class Loads:
             means = {name: loss / positions for name, loss in zip(names, of_losses, strict=True)}
             busiest = max(of_experts) / mean
             idlest = min(of_experts) / mean
-            found.append(ExpertLoad(router.layer, busiest, idlest, most_received, **means))
-        return found
+            loads.append(ExpertLoad(router.layer, busiest, idlest, most_received, **means))
+        return loads
 
     @torch.no_grad()
     def end_step(self) -> None:
