@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from core.parallel_state import ParallelConfig, ParallelState
-from core.parallel_state.collectives import own_part, start_gather_parts, start_sum_into_own
+from core.parallel_state.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    own_part,
+    start_gather_parts,
+    start_sum_into_own,
+)
+from core.parallel_state.collectives.failure import Unanswered
 from tests.states import state
 
 N = 5
@@ -74,3 +83,33 @@ def test_ranks_at_different_buckets_are_told_where(ranks):
         other = next(r for r in members if r != rank)
         assert f"rank {rank} waited in vain for rank {other} at layer {members.index(rank)}" in text
         assert "at most 1.5 s" in text and "runs other modules" in text
+
+
+CALLS = {
+    "an all-reduce": lambda group: all_reduce(torch.ones(4), group),
+    "an exchange of parts": lambda group: all_gather(torch.ones(4), group),
+    "an all-to-all": lambda group: all_to_all(torch.ones(4), group),
+    "a broadcast": lambda group: broadcast(torch.ones(4), group, source=1),
+}
+
+
+def left_alone(name):
+    """The first rank of each pair calls, the second one has left its groups."""
+    ps = ParallelState.build(ParallelConfig(tensor=2), device="cpu", timeout_s=1.5)
+    group = ps.group("dp")
+    try:
+        if group.rank == 1:
+            return None
+        with pytest.raises(Unanswered) as told:
+            CALLS[name](group)
+        return group.ranks, told.value.ranks, str(told.value)
+    finally:
+        ps.destroy()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_left_is_named(ranks, name):
+    for rank, told in enumerate(ranks(left_alone, name, world=4)):
+        if told is not None:
+            (_, other), named, text = told
+            assert named == (other,) and f"rank {rank} waited in vain for rank {other} at {name} (group dp" in text

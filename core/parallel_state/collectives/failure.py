@@ -76,6 +76,22 @@ def _is_transport_failure(error: BaseException) -> bool:
     )
 
 
+def check_answered(error: RuntimeError, label: str, group: Group) -> None:
+    """Raise Unanswered, which names the other ranks of `group`, for an error that gloo's transport raised."""
+    if not _is_transport_failure(error) or isinstance(error, Unanswered):
+        return
+    others = tuple(rank for rank in group.ranks if rank != group.ranks[group.rank])
+    names = (
+        f"rank {others[0]}" if len(others) == 1 else f"one of ranks {', '.join(map(str, others))}"
+    )
+    raise Unanswered(
+        f"rank {group.ranks[group.rank]} waited in vain for {names} at {label} (group {group.name}, at most "
+        f"{group.timeout.total_seconds():g} s): that rank failed, ended, or runs other modules or another order of "
+        "them; its own output says why",
+        others,
+    ) from error
+
+
 def waited(
     error: BaseException, all_ranks: Collection[int], rank: int
 ) -> tuple[tuple[int, ...], bool]:

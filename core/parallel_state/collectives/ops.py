@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from core.parallel_state.collectives.checks import compare_across_ranks
+from core.parallel_state.collectives.failure import check_answered
 from core.parallel_state.collectives.groups import Group
 from core.parallel_state.collectives.staged import StagedCollective, to_host
 
@@ -72,16 +73,20 @@ def all_reduce(x: Tensor, group: Group | None, op: str = "sum") -> Tensor:
         compare_across_ranks(f"all_reduce[{op}]", x, group)
     options, combine = _REDUCTIONS[op]
     process_group = group.process_group
-    if group.size == 2 and composes(x, group):
-        # two messages instead of gloo's rounds; both ranks combine the same two operands
-        received_shard = torch.empty_like(x, memory_format=torch.contiguous_format)
-        local_sum = x.contiguous()
-        sent = process_group.send([local_sum], 1 - group.rank, TAG)
-        process_group.recv([received_shard], 1 - group.rank, TAG).wait(group.timeout)
-        sent.wait(group.timeout)
-        combine(local_sum, received_shard, out=x)
-    else:
-        process_group.allreduce([x], options).wait()
+    try:
+        if group.size == 2 and composes(x, group):
+            # two messages instead of gloo's rounds; both ranks combine the same two operands
+            received_shard = torch.empty_like(x, memory_format=torch.contiguous_format)
+            local_sum = x.contiguous()
+            sent = process_group.send([local_sum], 1 - group.rank, TAG)
+            process_group.recv([received_shard], 1 - group.rank, TAG).wait(group.timeout)
+            sent.wait(group.timeout)
+            combine(local_sum, received_shard, out=x)
+        else:
+            process_group.allreduce([x], options).wait()
+    except RuntimeError as error:
+        check_answered(error, "an all-reduce", group)
+        raise
     group.traffic.add(x.nbytes, perf_counter() - start_time)
     return x
 
@@ -172,10 +177,16 @@ def _exchange(send_buffers: list[Tensor], receive_buffers: list[Tensor], group: 
     rank = group.rank
     # every rank begins with its next neighbour, so that not all send to rank 0 first
     peers = [*range(rank + 1, size), *range(rank)]
-    sends = [process_group.send([send_buffers[peer]], peer, TAG) for peer in peers]
-    receives = [process_group.recv([receive_buffers[peer]], peer, TAG) for peer in reversed(peers)]
-    for work in receives + sends:
-        work.wait(group.timeout)
+    try:
+        sends = [process_group.send([send_buffers[peer]], peer, TAG) for peer in peers]
+        receives = [
+            process_group.recv([receive_buffers[peer]], peer, TAG) for peer in reversed(peers)
+        ]
+        for work in receives + sends:
+            work.wait(group.timeout)
+    except RuntimeError as error:
+        check_answered(error, "an exchange of parts", group)
+        raise
 
 
 def _exchange_and_sum(x: Tensor, group: Group) -> Tensor:
@@ -236,11 +247,15 @@ def _send_rows(
     x = x.contiguous()
     if group.checked:  # of uneven rows all but their number
         compare_across_ranks("all_to_all", x if send_rows is None else x[:0], group)
-    work = group.process_group.alltoall_base(received, x, receive_rows or [], send_rows or [])
     # its copying competes for CPU cores: no overlap
     waits_here = x.device.type in group.gloo
-    if waits_here:
-        work.wait()
+    try:
+        work = group.process_group.alltoall_base(received, x, receive_rows or [], send_rows or [])
+        if waits_here:
+            work.wait()
+    except RuntimeError as error:
+        check_answered(error, "an all-to-all", group)
+        raise
     group.traffic.add(x.nbytes, perf_counter() - start_time)
     return received, None if waits_here else Done(received, work)
 
@@ -254,7 +269,11 @@ def broadcast(x: Tensor, group: Group | None, source: int = 0) -> Tensor:
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks("broadcast", x, group)
-    dist.broadcast(x, group.ranks[source], group=group.process_group)
+    try:
+        dist.broadcast(x, group.ranks[source], group=group.process_group)
+    except RuntimeError as error:
+        check_answered(error, "a broadcast", group)
+        raise
     group.traffic.add(x.nbytes, perf_counter() - start_time)
     return x
 
@@ -264,11 +283,19 @@ def all_gather_objects(value: Any, group: Group | None) -> list[Any]:
     if group is None:
         return [value]
     values: list[Any] = [None] * group.size
-    dist.all_gather_object(values, value, group=group.process_group)
+    try:
+        dist.all_gather_object(values, value, group=group.process_group)
+    except RuntimeError as error:
+        check_answered(error, "a gather of objects", group)
+        raise
     return values
 
 
 def barrier(group: Group | None) -> None:
     """Wait until every rank of `group` is here."""
     if group is not None:
-        dist.barrier(group.process_group)
+        try:
+            dist.barrier(group.process_group)
+        except RuntimeError as error:
+            check_answered(error, "a barrier", group)
+            raise
