@@ -86,7 +86,10 @@ def check_shards(buffers: Sequence[Buffer], module: Modules, ps: ParallelState) 
         (_key(s.name, s.parameter, ps, s.interval), weights[slice(*s.span)])
         for weights, s in segments
     ]
-    divided_ids = {id(parameter) for buffer in buffers for parameter in buffer.parameters}
+    divided_ids = set()
+    for buffer in buffers:
+        for parameter in buffer.parameters:
+            divided_ids.add(id(parameter))
     compare(
         tensors
         + _keyed_parameters(
@@ -128,7 +131,8 @@ def _outliers(holders: dict[str, list[int]]) -> str:
     between = f"{common[:8]}… and {second_common[:8]}…"
     if len(majority) == len(second_ranks):
         return f"differs between ranks {majority[0]} and {second_ranks[0]}: {between}"
-    odd_ranks = ", ".join(
-        str(rank) for rank in sorted(rank for _, ranks in ranked[1:] for rank in ranks)
-    )
-    return f"on rank {odd_ranks} is not what most hold, as rank {majority[0]} does: {between}"
+    odd_ranks = []
+    for _, ranks in ranked[1:]:
+        odd_ranks += ranks
+    odd = ", ".join(map(str, sorted(odd_ranks)))
+    return f"on rank {odd} is not what most hold, as rank {majority[0]} does: {between}"

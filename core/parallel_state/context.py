@@ -126,9 +126,12 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
             f"{rows.size} context ranks hold parts; known: {', '.join(_PER_TOKEN)}. Cut it with "
             "ContextRows.of_state(ps).of(value, dim)"
         )
-    found = {
-        name: rows.of(value, 1) if name in _PER_TOKEN else value for name, value in batch.items()
-    }
+    found = {}
+    for name, value in batch.items():
+        if name in _PER_TOKEN:
+            found[name] = rows.of(value, 1)
+        else:
+            found[name] = value
     if found.get("position_ids") is None:
         found["position_ids"] = rows.rows(s).to(tokens.device).expand(b, -1)
     return found

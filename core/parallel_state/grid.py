@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from core.parallel_state.config import ParallelConfig
 
@@ -48,10 +47,12 @@ class Grid:
     def _strides(self) -> dict[str, int]:
         order = self.config.order
         # the innermost axis has stride 1, as in a row-major array
-        return {
-            axis: prod(self.sizes[a] for a in order[position + 1 :])
-            for position, axis in enumerate(order)
-        }
+        strides = {}
+        stride = 1
+        for axis in reversed(order):
+            strides[axis] = stride
+            stride *= self.sizes[axis]
+        return strides
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """axis -> position of `rank`, for pp dp cp tp ep edp."""

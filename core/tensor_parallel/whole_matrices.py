@@ -45,7 +45,10 @@ def watch_optimizers(model: nn.Module) -> None:
         )
         if is_elementwise or model_alive is None or warned:
             return
-        optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        optimized_ids = set()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                optimized_ids.add(id(p))
         split_names, fused_names = [], []
         for name, parameter in model_alive.named_parameters():
             if id(parameter) not in optimized_ids:

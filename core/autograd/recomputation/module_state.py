@@ -81,9 +81,8 @@ def _holds_tensor(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
     if type(value) in _HOLDERS:
-        return any(
-            isinstance(item, Tensor) for item in (value.values() if type(value) is dict else value)
-        )
+        items = value.values() if type(value) is dict else value
+        return any(isinstance(item, Tensor) for item in items)
     return False
 
 

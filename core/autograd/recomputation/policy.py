@@ -77,15 +77,12 @@ def _is_layer(name: str, module: nn.Module, parent: nn.Module | None, selector: 
 
 def _callable_submodules(module: nn.Module) -> dict[str, nn.Module]:
     """By name, outer before inner; without containers that have no forward (ModuleList)."""
-    return {
-        name: child
-        for name, child in module.named_modules()
-        if name
-        and (
-            getattr_static(type(child), "forward") is not nn.Module.forward
-            or "forward" in child.__dict__
-        )
-    }
+    named = {}
+    for name, child in module.named_modules():
+        has_forward = getattr_static(type(child), "forward") is not nn.Module.forward
+        if name and (has_forward or "forward" in child.__dict__):
+            named[name] = child
+    return named
 
 
 def outermost(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:

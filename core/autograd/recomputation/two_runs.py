@@ -109,7 +109,12 @@ class Region:
     def call(self, tensors: Sequence[Tensor]) -> list:
         """Run on these tensors; returns the flat outputs."""
         pairs = zip(self.tensor_indices, self.constants, strict=True)
-        leaves = [constant if index is None else tensors[index] for index, constant in pairs]
+        leaves = []
+        for index, constant in pairs:
+            if index is None:
+                leaves.append(constant)
+            else:
+                leaves.append(tensors[index])
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         outputs, self.out_spec = pytree.tree_flatten(self.fn(*args, **kwargs))
         return outputs
@@ -211,5 +216,10 @@ class Region:
         """The outputs in the form in which `fn` returned them."""
         remaining = iter(results)
         pairs = zip(self.output_is_tensor, self.out_constants, strict=True)
-        leaves = [next(remaining) if has_value else constant for has_value, constant in pairs]
+        leaves = []
+        for has_value, constant in pairs:
+            if has_value:
+                leaves.append(next(remaining))
+            else:
+                leaves.append(constant)
         return pytree.tree_unflatten(leaves, self.out_spec)

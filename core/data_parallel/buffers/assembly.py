@@ -79,7 +79,10 @@ def buffers_of_stages(
     stages: Iterable[Members], buffers: Sequence[Buffer]
 ) -> dict[nn.Module, list[Buffer]]:
     """Pipeline stage -> the buckets that hold its parameters; that of a tied table stands at both ends."""
-    buffer_of = {parameter: buffer for buffer in buffers for parameter in buffer.parameters}
+    buffer_of = {}
+    for buffer in buffers:
+        for parameter in buffer.parameters:
+            buffer_of[parameter] = buffer
     holders: dict[nn.Module, list[Buffer]] = {}
     for members in stages:
         in_stage = {buffer_of[parameter] for parameter in members.parameters}

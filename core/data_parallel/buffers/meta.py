@@ -73,11 +73,11 @@ def fill_all(
     `reset_parameters`, nor parameters that carry their own initial values.
     """
     seed = all_gather_objects(torch.initial_seed(), ps.group("dp-cp"))[0]
-    buffer_of = {
-        id(parameter): (buffer, i)
-        for buffer in buffers
-        for i, parameter in enumerate(buffer.parameters)
-    }
+    # where each parameter lies: its bucket, and its number there
+    buffer_of = {}
+    for buffer in buffers:
+        for number, parameter in enumerate(buffer.parameters):
+            buffer_of[id(parameter)] = (buffer, number)
     filled: set[int] = set()
     with torch.random.fork_rng(devices=[] if ps.device.type == "cpu" else [ps.device]):
         torch.manual_seed(seed)

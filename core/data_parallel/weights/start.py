@@ -44,7 +44,10 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
     every rank of the group: a parameter that is trained on some ranks only, or is of another size there.
     """
     group = ps.group("dp-cp")
-    local_sizes = {slot.name: slot.stop - slot.start for bucket in table for slot in bucket.slots}
+    local_sizes = {}
+    for bucket in table:
+        for slot in bucket.slots:
+            local_sizes[slot.name] = slot.stop - slot.start
     digest = blake2b(repr(list(local_sizes.items())).encode(), digest_size=16).hexdigest()
     hashes = all_gather_objects(digest, group)
     if len(set(hashes)) > 1:

@@ -82,10 +82,10 @@ class ChatTemplate:
                 raise _UnusableRowError(_REWRITTEN)
             spans.append((len(before), len(through)))
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        answers = [
-            any(start <= first < last <= stop for start, stop in spans)
-            for first, last in encoded["offset_mapping"]
-        ]
+        # a token counts where all its characters lie in one answer
+        answers = []
+        for first, last in encoded["offset_mapping"]:
+            answers.append(any(start <= first < last <= stop for start, stop in spans))
         return Conversation(encoded["input_ids"], answers)
 
 
@@ -94,18 +94,19 @@ def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> boo
 
     Raises ValueError: that is so for some of the files only.
     """
-    found = [
-        source
-        for source in sources
-        if source.kind == "jsonl" and _is_conversation(_first_row(source.path))
-    ]
-    if found and len(found) < len(sources):
-        other = next(source for source in sources if source not in found)
+    chats: list[TextSource] = []
+    others: list[TextSource] = []
+    for source in sources:
+        if source.kind == "jsonl" and _is_conversation(_first_row(source.path)):
+            chats.append(source)
+        else:
+            others.append(source)
+    if chats and others:
         raise ValueError(
-            f"{len(found)} of {len(sources)} files hold chats or prompts ({found[0].path}), {other.path} does not; "
-            "prepare them one by one"
+            f"{len(chats)} of {len(sources)} files hold chats or prompts ({chats[0].path}), {others[0].path} does "
+            "not; prepare them one by one"
         )
-    return bool(found)
+    return bool(chats)
 
 
 def _first_row(path: Path) -> Any:

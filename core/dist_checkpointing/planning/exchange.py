@@ -188,13 +188,17 @@ class LocalCell:
 
     def pieces(self) -> list[ShardBits]:
         """All that makes up the cell, cut to it: one piece where one shard covers it."""
-        shared = [(intersect(shard.box, self.box), shard) for shard in self.shards]
-        whole = [(box, shard) for box, shard in shared if box == self.box][:1]
-        return [
-            replace(shard, box=box, bits=shard.cut(box))
-            for box, shard in whole or shared
-            if box is not None
-        ]
+        pieces = []
+        for shard in self.shards:
+            box = intersect(shard.box, self.box)
+            if box is None:
+                continue
+            piece = replace(shard, box=box, bits=shard.cut(box))
+            if box == self.box:
+                # it covers the cell by itself
+                return [piece]
+            pieces.append(piece)
+        return pieces
 
     def on_host(self, pieces: Iterable[tuple[Box, Tensor]]) -> "LocalCell":
         """The same cell, of copies of its pieces' bits in host memory."""

@@ -113,11 +113,11 @@ def _reads_of_cell(targets: list[Target], dtype: torch.dtype) -> list[Target | S
     """
     # several targets: read what they span at once, if it is little more than they need
     if len(targets) > 1:
-        intervals_by_dim = zip(*(box for box, _ in targets), strict=True)
-        bounds: Box = tuple(
-            (min(start for start, _ in intervals), max(stop for _, stop in intervals))
-            for intervals in intervals_by_dim
-        )
+        spans = []
+        for intervals in zip(*(box for box, _ in targets), strict=True):
+            starts, stops = zip(*intervals, strict=True)
+            spans.append((min(starts), max(stops)))
+        bounds: Box = tuple(spans)
         if volume(bounds) <= 2 * sum(volume(box) for box, _ in targets):
             return [stage(bounds, dtype, targets)]
     # else one by one; another dtype, or another device, needs memory beside the target

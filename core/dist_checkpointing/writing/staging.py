@@ -111,10 +111,12 @@ class CopyBesideStep:
         arriving = []
         for cell, pieces in zip(self._on_device, self._pieces, strict=True):
             # a cell that is partly on the host: that part is copied now, the thread comes to it too late
-            copies = [
-                (piece.box, next(sent) if piece.array is None else piece.bits.clone())
-                for piece in pieces
-            ]
+            copies = []
+            for piece in pieces:
+                if piece.array is None:
+                    copies.append((piece.box, next(sent)))
+                else:
+                    copies.append((piece.box, piece.bits.clone()))
             arriving.append(cell.on_host(copies))
         self._pieces = []
 

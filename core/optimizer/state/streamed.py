@@ -59,11 +59,9 @@ class Streamer:
         if any_behind_bus:
             self._enter_side_stream()
             host_factor = factor.on_cpu()
-        work = [
-            (state_buffer, span)
-            for state_buffer in state_buffers
-            for span in self._spans(state_buffer)
-        ]
+        work = []
+        for state_buffer in state_buffers:
+            work += [(state_buffer, span) for span in self._spans(state_buffer)]
         fetched = [self._fetch(*work[0], 0, dtype)] if work else []
         for number, (state_buffer, _) in enumerate(work, 1):
             chunk = fetched.pop()

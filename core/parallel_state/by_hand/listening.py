@@ -65,20 +65,15 @@ class ByHand:
         self._numbers = numbers
         self.is_open = False
         self._parameters: list[Parameter] = []
-        self._followed: list[
-            weakref.ref[Tensor]
-        ] = []  # results and gradients, to be given their own class back
-        self._wrapped: list[
-            tuple[dict, int, Callable]
-        ] = []  # a tensor's hooks, which one, what it was
+        # results and gradients, to be given their own class back
+        self._followed: list[weakref.ref[Tensor]] = []
+        # a tensor's hooks, which one, what it was
+        self._wrapped: list[tuple[dict, int, Callable]] = []
         self._parameter, self._result = _classes(self)
-        self._hooks = [
-            weakref.finalize(self, register(_weak_hook(self, method)).remove)
-            for register, method in (
-                (register_optimizer_step_pre_hook, ByHand._plain),
-                (register_optimizer_step_post_hook, ByHand._listening),
-            )
-        ]
+        # torch's hooks are of the process: they refer weakly, and go with this object
+        before = register_optimizer_step_pre_hook(_weak_hook(self, ByHand._plain))
+        after = register_optimizer_step_post_hook(_weak_hook(self, ByHand._listening))
+        self._hooks = [weakref.finalize(self, hook.remove) for hook in (before, after)]
 
     def open(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""

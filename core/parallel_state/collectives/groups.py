@@ -182,10 +182,9 @@ def destroy_world() -> None:
     # whoever imported the module before the world was left has the group in its default arguments
     for function in vars(module).values() if module is not None else ():
         defaults = getattr(function, "__defaults__", None) or ()
+        without = [None if isinstance(each, ProcessGroup) else each for each in defaults]
         if any(isinstance(default, ProcessGroup) for default in defaults):
-            function.__defaults__ = tuple(
-                None if isinstance(default, ProcessGroup) else default for default in defaults
-            )
+            function.__defaults__ = tuple(without)
 
 
 def world_group(timeout_s: float, *, checked: bool = False) -> Group | None:
@@ -204,11 +203,11 @@ def world_timeout_s() -> float:
         return DEFAULT_TIMEOUT_S
     group = dist.group.WORLD
     assert group is not None
-    timeouts = [
-        group._get_backend(device).options._timeout.total_seconds()
-        for device in group._device_types
-        if hasattr(group._get_backend(device), "options")
-    ]
+    timeouts = []
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if hasattr(backend, "options"):
+            timeouts.append(backend.options._timeout.total_seconds())
     return min(timeouts, default=DEFAULT_TIMEOUT_S)
 
 

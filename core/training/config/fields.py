@@ -157,7 +157,12 @@ def _texts(value: Any) -> tuple[str, ...]:
         return (value,)
     if not isinstance(value, list | tuple):
         raise _WrongKind(_kind_of_value(value))
-    items = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in value]
+    items = []
+    for item in value:
+        if isinstance(item, os.PathLike):
+            items.append(os.fspath(item))
+        else:
+            items.append(item)
     if strange := [
         item for item in items if isinstance(item, bool) or not isinstance(item, str | int | float)
     ]:

@@ -294,11 +294,10 @@ def _mirror(tyro: Any, fields_by_name: Mapping[str, Field], defaults: Mapping[st
     """A dataclass of dataclasses with the same flags, all of them texts and without rules."""
 
     def entries(section: str) -> list[tuple[str, Any, Any]]:
-        return [
-            _entry(tyro, fields_by_name[n], defaults[n])
-            for n in fields_by_name
-            if fields_by_name[n].section == section
+        in_section = [
+            (name, spec) for name, spec in fields_by_name.items() if spec.section == section
         ]
+        return [_entry(tyro, spec, defaults[name]) for name, spec in in_section]
 
     entries_by_section: list[tuple[str, Any, Any]] = [
         (

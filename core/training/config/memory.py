@@ -45,7 +45,10 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
         with torch.device("meta"):
             stages = gpt_stages(**model.arguments(tokens, length), placement=placement, parallel=ps)
         # the table that both ends of a V share is one parameter
-        parameters = {id(p): p.numel() for stage in stages.values() for p in stage.parameters()}
+        parameters = {}
+        for stage in stages.values():
+            for p in stage.parameters():
+                parameters[id(p)] = p.numel()
         found.append(sum(parameters.values()))
     optimizer = sections["optimizer"]
     grad_dtype = sharding.grad_dtype

@@ -112,7 +112,10 @@ class Axis:
 
 def value_axis(curve: Curve) -> Axis:
     """Of all that is drawn, with some air; a logarithmic one for wide ranges."""
-    points = [value for row in (curve.points or {}).values() for _, value in row]
+    points = []
+    for row in (curve.points or {}).values():
+        for _, value in row:
+            points.append(value)
     seen = [float(v) for v in (*curve.values, *points) if v is not None and finite(v)] or [0.0]
     low, high = min(seen), max(seen)
     # levels must not press the curve flat: those far away are told in the legend
@@ -207,9 +210,12 @@ def _line(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]
     """One path per run without gaps; a lone point is a dot; very many points are their mean within their range."""
     if len(steps) <= POINTS:
         pairs = zip(steps, curve.values, strict=True)
-        rows: list[Row | None] = [
-            (s, v, v, v) if v is not None and finite(v) else None for s, v in pairs
-        ]
+        rows: list[Row | None] = []
+        for s, v in pairs:
+            if v is not None and finite(v):
+                rows.append((s, v, v, v))
+            else:
+                rows.append(None)
     else:
         rows = list(_buckets(curve, steps))
         for run in _runs(rows):

@@ -147,9 +147,12 @@ def _json_numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 def _expert_load(row: dict[str, Any]) -> ExpertLoad:
     known = {field.name for field in fields(ExpertLoad)}
-    numbers: dict[str, Any] = {
-        name: float(value) if isinstance(value, str) else value for name, value in row.items()
-    }
+    numbers: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, str):
+            numbers[name] = float(value)
+        else:
+            numbers[name] = value
     return ExpertLoad(**{name: value for name, value in numbers.items() if name in known})
 
 

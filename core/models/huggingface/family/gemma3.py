@@ -88,18 +88,14 @@ class Gemma3(LlamaLike):
         """Both kinds have a scaling that is known, and are said once."""
         today = facts.get("rope_parameters") or {}
         older = facts.get("rope_scaling")
+        # a configuration object of transformers has both names for one
         yield (
-            not (today and older)
-            or today == older,  # a configuration object has both names for one
+            not (today and older) or today == older,
             f"rope_parameters={today} and rope_scaling={older} contradict each other; leave one out",
         )
+        known = [today[name] for name in _BASES if today.get(name) is not None]
         yield (
-            all(
-                isinstance(rope, Mapping)
-                for name, rope in today.items()
-                if name in _BASES and rope is not None
-            )
-            and today.keys() <= _BASES.keys(),
+            all(isinstance(rope, Mapping) for rope in known) and today.keys() <= _BASES.keys(),
             f"rope_parameters={today} is of one kind of layers; give those of {_GLOBAL} and of {_LOCAL}",
         )
         if today.keys() <= _BASES.keys():

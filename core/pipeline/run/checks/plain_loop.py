@@ -120,7 +120,10 @@ class ScaleWatch:
         is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
         if not is_lbfgs and (not self._samples or self._factor is not None):
             return
-        optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        optimized_ids = set()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                optimized_ids.add(id(p))
         if is_lbfgs and any(id(p) in optimized_ids for p in parameters_of(self._modules)):
             raise ValueError(
                 f"LBFGS takes products over all parameters, and sees those of 1 of {self._ps.size('pp')} pipeline "

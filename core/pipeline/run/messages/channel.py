@@ -80,7 +80,12 @@ class Form:
 
     def __reduce__(self) -> tuple:
         # torch does not want its description of a nesting to be pickled: send the nesting itself, with placeholders
-        leaves = [_PLACEHOLDER if constant is None else constant[0] for constant in self.constants]
+        leaves = []
+        for constant in self.constants:
+            if constant is None:
+                leaves.append(_PLACEHOLDER)
+            else:
+                leaves.append(constant[0])
         return _form_from_skeleton, (pytree.tree_unflatten(leaves, self.nesting), self.tensors)
 
     def header(self) -> tuple[list[int], bytes]:

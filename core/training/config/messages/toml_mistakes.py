@@ -32,11 +32,8 @@ def _of_line(line: str, words: str, above: Sequence[str]) -> str:
     setting = _SETTING.match(line)
     if header:
         if words.startswith("Cannot declare"):
-            first = next(
-                n
-                for n, other in enumerate(above, 1)
-                if (h := _HEADER.match(other)) and h[1] == header[1]
-            )
+            headers = [earlier[1] if (earlier := _HEADER.match(text)) else "" for text in above]
+            first = headers.index(header[1]) + 1
             return f"[{header[1]}] is there twice, first in line {first}; put its fields together"
         return f"{line.strip()} is no header of a part; write [{header[1]}], and its fields in the lines below"
     if setting:
