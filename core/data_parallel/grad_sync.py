@@ -235,10 +235,8 @@ class GradientSums:
         borrowed = [
             (slot, gradient.slot.full_gradient()) for slot, gradient in self._borrowed_by_all()
         ]
-        for (
-            slot,
-            full,
-        ) in borrowed:  # all were gathered above: two parameters may have exchanged their gradients
+        # all were gathered above: two parameters may have exchanged their gradients
+        for slot, full in borrowed:
             self._put(slot, full, factor)
             slot.parameter.grad = slot.gradient
             slot.fetched, changed, slot.delivered = None, True, True

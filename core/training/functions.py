@@ -29,6 +29,7 @@ def function_of(name: str) -> Callable[..., Any]:
         # torchrun puts the script's directory there alone
         sys.path.append(os.getcwd())
     try:
+        # a user's module may raise anything while it is imported
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ValueError(

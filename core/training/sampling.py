@@ -55,6 +55,7 @@ class Sampling:
     def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
         """Zero outside of the smallest set of tokens that together have `top_p`; the likeliest is in it."""
         ordered, tokens = probabilities.sort(descending=True)
+        # what comes before a token: the likeliest has 0 before it, and always stays
         before = ordered.cumsum(0) - ordered
         kept = torch.zeros_like(probabilities)
         kept[tokens] = torch.where(before < top_p, ordered, 0.0)

@@ -29,9 +29,8 @@ class Notes:
 
     def __init__(self, *, keeps_activations: bool = False) -> None:
         self.keeps_activations = keeps_activations
-        self._noted: list[
-            tuple[tuple[Any, ...], list[int]]
-        ] = []  # values; how often each tensor had been written
+        # values; how often each tensor had been written
+        self._noted: list[tuple[tuple[Any, ...], list[int]]] = []
         # to be read by the second run
         self._next: int | None = None
         self._noted_activations = False

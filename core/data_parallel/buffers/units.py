@@ -72,9 +72,8 @@ class StageUnits:
         self._frees = frees
         self._divided = divided
         self._backward_begins = backward_begins
-        self._in_backward: list[
-            Unit
-        ] = []  # units whose backward has begun and that are not freed yet
+        # units whose backward has begun and that are not freed yet
+        self._in_backward: list[Unit] = []
         # number of the last backward that came to the root
         self._last_backward = -1
         # between the hooks of the root

@@ -95,9 +95,8 @@ class Weights:
         self.lent = self.unsharded = self.data_was_read = False
         # a graph of before an update is refused by autograd, which compares versions
         self.updates = 0
-        self.loan_warnings: list[
-            str
-        ] = []  # shared by all buckets of one DataParallel: it warns once
+        # shared by all buckets of one DataParallel: it warns once
+        self.loan_warnings: list[str] = []
         self.weights = flat[slice(*self.updated_interval)]
         self.gathered = True
         # whether `take_weights` found anything that the program wrote since the last step

@@ -174,9 +174,8 @@ class ConversationEncoder:
             return self._template.encode(messages, tools)
         except _UnusableRowError:
             raise
-        except (
-            Exception
-        ) as error:  # a template raises what it likes about roles that it does not know
+        except Exception as error:
+            # a template raises what it likes about roles that it does not know
             raise _UnusableRowError(
                 f"chats that the chat template refuses ({' '.join(str(error).split())})"
             ) from None

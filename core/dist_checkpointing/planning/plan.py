@@ -304,9 +304,8 @@ def _waves(
     waves: list[list[Transfer]] = []
     sent: list[list[int]] = []  # wave -> bytes of each rank
     received: list[list[int]] = []
-    last_wave = [
-        0
-    ] * world  # of each destination: where its last transfer is, earlier ones would break the order
+    # of each destination: where its last transfer is, earlier ones would break the order
+    last_wave = [0] * world
     for _, destination, transfer in sorted(queue):
         size = transfer_bytes(transfer.box, arrays[transfer.key])
         # the first wave with room on both sides, not before the one of the destination's last transfer

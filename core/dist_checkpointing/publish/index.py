@@ -117,9 +117,8 @@ class Watch:
     """How long an object did not change, by the clock of this process: those of other hosts may be hours off."""
 
     def __init__(self) -> None:
-        self._contents: dict[
-            str, tuple[bytes, float]
-        ] = {}  # url -> content, and when it was first read
+        # url -> content, and when it was first read
+        self._contents: dict[str, tuple[bytes, float]] = {}
 
     def unchanged(self, url: str, content: bytes) -> float:
         """Seconds since this content was first read; 0 for what is new."""

@@ -41,10 +41,8 @@ class Heartbeat:
                 self._beat()
             except FileNotFoundError:
                 return
-            except (
-                OSError,
-                ValueError,
-            ):  # a hiccup of the file system or of the network: the next may do
+            except (OSError, ValueError):
+                # a hiccup of the file system or of the network: the next may do
                 continue
 
     def stop(self) -> None:

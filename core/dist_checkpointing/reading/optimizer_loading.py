@@ -180,9 +180,8 @@ class OptimizerLoads:
     def __init__(self, state: Any, stored: StoredCheckpoint, key_mapping: KeyMapping) -> None:
         self._original = state
         self._loads: dict[str, OptimizerLoad] = {}
-        self._core_states: dict[
-            str, Any
-        ] = {}  # of optimizers of `core.optimizer`, which lay out states themselves
+        # of optimizers of `core.optimizer`, which lay out states themselves
+        self._core_states: dict[str, Any] = {}
 
         def template_of(path: str, optimizer: Any) -> Any:
             if is_ours(optimizer):

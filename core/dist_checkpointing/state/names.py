@@ -56,9 +56,8 @@ class KeyMapping:
     def __init__(self, mapping: Renames | None = None, *, cast: bool = False) -> None:
         self._mapping = mapping
         self._cast = cast
-        self._sources: dict[
-            str, TensorSource
-        ] = {}  # what a user's function gave, which is called once per key
+        # what a user's function gave, which is called once per key
+        self._sources: dict[str, TensorSource] = {}
 
     @property
     def same(self) -> bool:

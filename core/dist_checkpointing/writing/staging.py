@@ -30,9 +30,8 @@ class PinnedStage:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._stream: Any = None
         self._arrival: Any = None  # event behind the last copy
-        self._sources: Sequence[
-            Tensor
-        ] = ()  # a temporary that was freed before would be written over
+        # a temporary that was freed before would be written over
+        self._sources: Sequence[Tensor] = ()
 
     def reserve(self, size: int) -> None:
         """Make it at least `size` bytes. Raises RuntimeError: no memory."""

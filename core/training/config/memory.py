@@ -41,6 +41,7 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
     placement = sections["pipeline"].placement(ranks) if ranks > 1 else (0,)
     found = []
     for stage_rank in range(ranks):
+        # one rank per stage is enough: the others hold as much
         ps = _planned(parallel, Grid(parallel).rank_at(pp=stage_rank, dp=0, cp=0, tp=0))
         with torch.device("meta"):
             stages = gpt_stages(**model.arguments(tokens, length), placement=placement, parallel=ps)

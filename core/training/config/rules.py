@@ -47,6 +47,7 @@ def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
         yield False, f"model: {str(error).removeprefix('TransformerConfig: ')}"
         return
     yield from layout_rules(config, parallel)
+    # as Rotary counts them
     rotated = int(config.head_size * config.rotary_percent)
     share = ""
     if config.rotary_percent < 1:
@@ -132,6 +133,7 @@ def _describe_batch_mismatch(training: TrainingConfig, ranks: int) -> str:
     batch = training.global_batch_size
     micro = training.micro_batch_size
     step = micro * ranks
+    # the nearest batches that do divide
     below = batch // step * step
     above = -(-batch // step) * step
     remedy = f"{below} or {above}" if below else f"{above}"
@@ -191,6 +193,7 @@ def _file_rules(data: DataConfig) -> Rules:
                     Manifest.read(prefix) if is_list(prefix) else TokenFile(prefix)
                 ).num_tokens
                 yield (
+                    # one more, for the last label; a validation text may be short
                     length < tokens or name != "train",
                     f"sequence_length={length} needs {length + 1} tokens (one more to predict), {name}={prefix} has "
                     f"{tokens}; use at most {tokens - 1}, or more text",
@@ -340,6 +343,7 @@ def run_rules(parts: Mapping[str, Any]) -> Rules:
     parts: "model", "parallel", ... -> that part.
     """
     for needed, rules in _RULES:
+        # a part that is wrong by itself is left out; the rules of the others still speak
         if parts.keys() >= set(needed):
             yield from rules(*(parts[name] for name in needed))
 

@@ -190,6 +190,7 @@ def known_fields() -> dict[str, Field]:
     """Flat name -> field, of all fields of a run."""
     config_fields = dict(fields_of(RunConfig))
     for key, default in _OPTIMIZER_DEFAULTS.items():
+        # a run's own defaults, as --help and templates show them
         name = f"optimizer.{key}"
         config_fields[name] = replace(config_fields[name], default=default)
     return config_fields
@@ -267,6 +268,7 @@ def drafted(raw_values: Mapping[str, Any], earlier_problems: Sequence[str] = ())
             sections[section] = built
     if "model" in sections:
         facts, sources = _resolved(sections["model"])
+        # what a preset or folder says, so that --explain can tell it
         values = values | facts
         derived = derived | sources
     if "device" not in wrong_names:
@@ -330,10 +332,8 @@ def _build_section(
         return kind(**arguments), None
     except ValueError as error:
         text = f"{section}: {str(error).removeprefix(f'{kind.__name__}: ')}"
-        for (
-            name,
-            source,
-        ) in derived.items():  # the message names a number that the user did not give
+        # the message names a number that the user did not give
+        for name, source in derived.items():
             if name == f"{section}.lr_decay_steps" and f"={valid[source]}" in text:
                 text += f" ({name} follows {source}={valid[source]})"
         return None, Problem(section, text)

@@ -36,6 +36,7 @@ class _Texts:
         self._data = data
         self._tokenizer = data.tokenizer
         self._first = True
+        # one process per machine: disks may be local
         self._writes = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def blend(self, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -66,6 +66,7 @@ def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
     start, pending, tries = 1, "", 0
     for number, line in enumerate(text.split("\n"), 1):
         pending += line + "\n"
+        # a list or text over many lines: only a line that closes something can end it
         if number > start and not _CLOSES.search(line):
             continue
         try:

@@ -55,6 +55,7 @@ class Compiler:
         self._process: subprocess.Popen | None = None
         self._error = ""
         try:
+            # beside the other checks: compiling takes seconds
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -73,6 +74,7 @@ class Compiler:
             return Check(
                 name="torch.compile", value=error, status="off", remedy=self._remedy(error)
             )
+        # inductor writes C++ for CPUs, Triton for accelerators
         if device.type != "cpu" and find_spec("triton") is None:
             value = f"{self.name} works, but triton is not installed"
             return Check(
@@ -273,6 +275,7 @@ def fused_adamw(device: torch.device) -> Check:
             amsgrad=False,
             maximize=False,
         )
+        # a backend may have the operation and do nothing
         works = bool((params[0] < 1).all())
     except (RuntimeError, AttributeError) as error:
         value = f"not on {device.type}: {str(error).splitlines()[0][:200]}"

@@ -25,11 +25,8 @@ def machine() -> Iterator[Check]:
 def _safely(check: Callable[[], Check]) -> Check:
     try:
         return check()
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-    ) as error:  # another kernel, a locked-down container
+    except (OSError, ValueError, AttributeError) as error:
+        # another kernel, a locked-down container
         return Check(
             name=check.__name__.replace("_", " "),
             value=f"not known: {first_line(error)}",
@@ -57,6 +54,7 @@ def cpu() -> Check:
     facts.append(f"OMP_NUM_THREADS is {os.environ.get('OMP_NUM_THREADS') or 'not set'}")
     value = "; ".join(facts)
 
+    # the narrower of two limits: cores, and the time on them
     available = min(len(usable), quota or len(usable))
     # more threads than cores wait for each other
     if threads > max(1, available):

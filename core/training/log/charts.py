@@ -104,6 +104,7 @@ class Axis:
                 return [10.0**power for power in powers[::every]]
         raw = (self.high - self.low) / count
         unit = 10.0 ** math.floor(math.log10(raw))
+        # 0.999, so that a range of exactly five steps has five ticks despite rounding
         step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999)
         first = math.ceil(self.low / step - 1e-9)
         last = math.floor(self.high / step + 1e-9)
@@ -134,6 +135,7 @@ def value_axis(curve: Curve) -> Axis:
         high = high + (abs(high) * 0.1 or 1.0)
         if not (curve.zero and low == 0):
             low = low - (abs(low) * 0.1 or 1.0)
+    # a curve along the frame could not be told from it
     air = 0.05 * (high - low)
     return Axis(low if curve.zero and low == 0 else low - air, high + air, BOTTOM, TOP)
 
@@ -234,6 +236,7 @@ def _line(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]
 def _buckets(curve: Curve, steps: Sequence[int]) -> Iterator[Row | None]:
     count = len(steps)
     for bucket in range(BUCKETS):
+        # equal shares of the records, not of the steps: they may be logged at other intervals after a resume
         span = range(bucket * count // BUCKETS, (bucket + 1) * count // BUCKETS)
         seen = [float(v) for i in span if finite(v := curve.values[i]) and v is not None]
         middle = sum(steps[i] for i in span) / len(span)

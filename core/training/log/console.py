@@ -28,6 +28,7 @@ def errors_as_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         if rank == 0:
             say_mistake("interrupted")
+        # 128 + SIGINT, as shells have it
         raise SystemExit(130) from None
     except RuntimeError as error:
         # another rank has left, and prints why
@@ -149,9 +150,8 @@ class Console:
         if self._progress is None:
             return
         self._progress.update(self._task, completed=step, loss=loss)
-        steps_per_s = self._progress.tasks[
-            self._task
-        ].speed  # of the last half minute; None at first
+        # of the last half minute; None at first
+        steps_per_s = self._progress.tasks[self._task].speed
         if steps_per_s:
             self._progress.update(self._task, speed=f"{steps_per_s * self.tokens:,.0f} tokens/s |")
 

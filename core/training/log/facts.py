@@ -50,6 +50,7 @@ def _duration(seconds: float) -> str:
 
 def _commit() -> str:
     """Of the clone that the package is in; empty for an installed one, or without git."""
+    # this file is core/training/log/facts.py of the clone
     folder = Path(__file__).resolve().parents[3]
     if not (folder / ".git").exists():
         return ""

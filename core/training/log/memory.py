@@ -91,6 +91,7 @@ class MemoryReport:
         ]
         if self.shard is not None:
             for flat_buffer in self.shard.buffers:
+                # views of one bucket share its storage, which is counted once
                 weights += flat_buffer.memory["weights"]
                 gradients += flat_buffer.memory["gradients"]
         buffers = [buffer for module in modules for buffer in module.buffers()]
@@ -215,6 +216,7 @@ def expected_of(
     for buffer in shard.buffers:
         moments = set()  # of all parameters in the bucket
         for segment in buffer.segments:
+            # a bucket has memory for every kind of state that one of its parameters needs
             moments |= set(optimizer.states_of(segment.name, layout_of(segment.parameter)))
         total += expected_bytes(
             buffer.bucket.size,

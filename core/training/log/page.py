@@ -34,6 +34,7 @@ class Sample:
         """tokens: the prompt, and what was generated."""
         begins = tokenizer.decode(list(prompt))
         whole = tokenizer.decode(list(tokens))
+        # decoded together, since a tokenizer may put spaces between tokens
         if whole.startswith(begins):
             return cls(begins, whole[len(begins) :])
         # a character of two tokens between them
@@ -107,6 +108,7 @@ def _replace(target: Path, text: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    # a browser that reloads meanwhile sees the old page or the new one
     os.replace(temporary, target)
 
 
@@ -194,6 +196,7 @@ def _tiles(
     yield tile("training loss", f"{last.loss:.4f}", f"nats per token{more}")
     yield tile("last gradient norm", f"{last.grad_norm:.3g}", "before clipping")
     if rates := known("tokens_per_s"):
+        # the median: first steps compile or load, and others wait for a save
         yield tile("throughput", short(rates[len(rates) // 2]), "tokens/s, median")
     if utilization := known("mfu"):
         yield tile("MFU", f"{utilization[len(utilization) // 2]:.1%}", "median")
@@ -224,6 +227,7 @@ def curves(
         return
     scale = _bits(bytes_per_token)
     skipped = [record.step for record in records if record.skipped]
+    # bits per byte compare tokenizers; nats per token do not
     factor, unit = (1.0, "nats per token") if scale is None else (scale, "bits per byte")
     loss = [record.loss * factor for record in records]
     levels = dict(baselines) if scale is not None else {}

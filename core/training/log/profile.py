@@ -60,6 +60,7 @@ class StepProfiler(AbstractContextManager):
         if profiler is None:
             return
         if self._ps.device.type != "cpu":
+            # kernels that were started in the last step belong to the profile
             torch.accelerator.synchronize(self._ps.device)
         profiler.__exit__(None, None, None)
         if self._nvtx:

@@ -52,9 +52,8 @@ class SumsWatch:
         self._is_over = False  # told, or nothing to tell
         self._result: StepResult | None = None
         self._divisor: Tensor | float = 1.0  # loss scale
-        self._states: dict[
-            int, tuple[int, ...]
-        ] = {}  # id of a parameter -> of its gradient, as the step left it
+        # id of a parameter -> of its gradient, as the step left it
+        self._states: dict[int, tuple[int, ...]] = {}
         self._samples: list[SampledElements] = []
         # torch's registry of hooks must not keep an executor alive
         weak_self = weakref.ref(self)

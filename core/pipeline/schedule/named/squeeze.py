@@ -86,9 +86,8 @@ def squeeze(
     for (kind, stage, microbatch), unit in pattern.items():
         pattern_unit[equal_problem.action(KINDS.index(kind), stage, microbatch)] = unit
 
-    limits = [
-        (max_active + 0.5) / chunks
-    ] * equal_problem.ranks  # half an activation against rounding
+    # half an activation against rounding
+    limits = [(max_active + 0.5) / chunks] * equal_problem.ranks
     attempts = [equal_problem.orders(plain)]
     for costs, policy in POLICIES[: MAX_ACTIONS // equal_problem.actions]:
         problem = SchedulingProblem(placement, count, costs.divided(chunks))
