@@ -188,7 +188,8 @@ class StageContext:
 
     def release(self) -> None:
         """The executor is done: plain use of the model again."""
-        self.bag, self.driven = None, False
+        self.bag = None
+        self.driven = False
 
     def snapshot(self) -> tuple:
         """All but `drawn`, `whole_sequences` and `listeners`, which stay, for a region that will be run again."""

@@ -43,6 +43,7 @@ class CompiledForward(LinearProxy):
         try:
             return self._compiled(*self._arguments, *args, **kwargs)
         except RuntimeError as error:
+            # a RuntimeError of the model's own forward stays what it is
             if not isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
                 raise
             reason = next(
@@ -90,6 +91,7 @@ def check_compiler(device: torch.device) -> None:
                 "or training.compile=none"
             )
         return
+    # here, because inductor takes long to import and only a compiled run needs it
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 

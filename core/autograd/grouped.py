@@ -32,6 +32,7 @@ def multiply_groups(x: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
     if x.device.type not in ("cpu", "meta") and _has_grouped_product(x.device.type, x.dtype):
         ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x, matrices, offs=ends)
+    # one tensor that every group's product is written into: nothing is concatenated
     products = x.new_empty(x.shape[0], matrices.shape[2])
     rows_of = torch.split_with_sizes(x, counts)
     targets = torch.split_with_sizes(products, counts)
@@ -45,6 +46,7 @@ def multiply_groups(x: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
 def _has_grouped_product(device_type: str, dtype: torch.dtype) -> bool:
     """Whether the device's grouped product gives the loop's numbers, an empty group included; tried once."""
     generator = torch.Generator().manual_seed(0)
+    # experts without rows are common, so the trial has one
     counts = [16, 0, 32]
     x = torch.randn(48, 32, generator=generator).to(device_type, dtype)
     matrices = torch.randn(3, 64, 32, generator=generator).to(device_type, dtype).transpose(1, 2)
@@ -67,6 +69,7 @@ def _add_products(target: Tensor, x: Tensor, gy: Tensor, counts: list[int]) -> N
         if not rows.shape[0]:
             continue
         if matrix.dtype == rows.dtype:
+            # the product adds itself: no gradient of its own in between
             matrix.addmm_(gradients.t(), rows)
         else:
             add_product(matrix, rows, gradients)
@@ -123,6 +126,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.counts = counts
         ctx.bag = stage.bag
         ctx.region = recomputed_region.get()
+        # backward reads the weight for dx; a step in between would change it unseen
         ctx.version = weight._version if ctx.needs_input_grad[0] else 0
         return multiply_groups(x, matrices.transpose(1, 2), counts)
 
@@ -141,6 +145,7 @@ class _GroupedLinear(torch.autograd.Function):
             dx = multiply_groups(gy, weight.flatten(1, -2).to(gy.dtype), counts)
         if ctx.needs_input_grad[1]:
             (x,) = ctx.saved_tensors
+            # as a plain linear's: into the bag, into `main_grad`, or autograd delivers it
             past_autograd = delivers(ctx, weight, ctx.region)
             if past_autograd and bag is not None and bag.open:
                 bag.put(GroupedThunk(weight, x.detach(), gy, counts))

@@ -87,7 +87,8 @@ class _DeferredLinear(torch.autograd.Function):
         # without collectives the operations below are differentiable themselves
         if torch.is_grad_enabled() and comm is not NO_COMM:
             raise no_second_derivative("a tensor-parallel linear")
-        sharded_gy, pending_x = gy, None
+        sharded_gy = gy
+        pending_x = None
         if comm.before_backward is not None:
             gy = comm.before_backward(gy)
         pending_dx = dx = dw = db = None

@@ -42,7 +42,8 @@ def blocks(size: int, rank: int, count: int) -> tuple[AttentionBlock, ...]:
     Of an earlier rank all queries see its low chunk and none its high one; of a later rank only the high queries see
     keys, and these all of them. So every block but the own one is one dense call, of equal work.
     """
-    whole, half = range(count), count // 2
+    whole = range(count)
+    half = count // 2
     result = [AttentionBlock(rank, whole, whole, True)]
     for distance in range(1, size):
         source = (rank - distance) % size
@@ -59,7 +60,8 @@ def pieces(
     query_rows, key_rows: of this rank and of the block's source. first, last: of each query the lowest and the
     highest begin over the microbatch's sequences. All ascending.
     """
-    queries, keys = block.queries, block.keys
+    queries = block.queries
+    keys = block.keys
     rows_of_keys = key_rows[keys.start : keys.stop]
     for start in range(queries.start, queries.stop, STRIP):
         stop = min(start + STRIP, queries.stop)
@@ -80,7 +82,8 @@ def pieces(
 @lru_cache(maxsize=256)
 def whole(block: AttentionBlock) -> tuple[Piece, ...]:
     """A block as one kernel call: no document begins among its keys."""
-    queries, keys = block.queries, block.keys
+    queries = block.queries
+    keys = block.keys
     return (
         Piece(
             slice(queries.start, queries.stop), slice(keys.start, keys.stop), block.causal, False

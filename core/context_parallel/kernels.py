@@ -183,7 +183,8 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """The bias in memory as this kernel wants it: rows that start at multiples of 16 elements."""
     if bias is None:
         return None
-    b, t = q.shape[0], k.shape[2]
+    b = q.shape[0]
+    t = k.shape[2]
     padded = torch.nn.functional.pad(bias, (0, -t % 16))[..., :t]
     return padded.expand(b, q.shape[1], -1, -1)
 

@@ -27,7 +27,8 @@ class Passed:
     """A block on its way to the next rank of the ring, x [contiguous], and the one before's on its way here."""
 
     def __init__(self, x: Tensor, ring: Ring) -> None:
-        to, source = ring.to, ring.source
+        to = ring.to
+        source = ring.source
         self._sent = isend(x, 1 - to.rank, to, header=False)
         self._received = irecv(
             tuple(x.shape), x.dtype, 1 - source.rank, source, device=x.device, header=False

@@ -48,7 +48,8 @@ class RowSums:
 
     def __init__(self, group: Group | None, replicas: int = 1) -> None:
         # None: one rank has all rows
-        self.group, self.told = group, False
+        self.group = group
+        self.told = False
         # data ranks, over which gradients are averaged together with cp
         self.replicas = replicas
         self._forwards = 0

@@ -77,7 +77,8 @@ class Attended:
     """Output and logsumexp of the queries q [b, a, n, d], as blocks of keys arrive, the own ones first."""
 
     def __init__(self, rows: RowsOfRing, q: Tensor) -> None:
-        self._rows, self._q = rows, q
+        self._rows = rows
+        self._q = q
         # of what blocks are merged into
         self._dtype = wide(q.dtype) if rows.others else q.dtype
         self._out: Tensor
@@ -85,7 +86,8 @@ class Attended:
 
     def add(self, block: AttentionBlock, k: Tensor, v: Tensor) -> None:
         """k, v [b, g, n, d]: all rows of the block's source."""
-        rows, q = self._rows, self._q
+        rows = self._rows
+        q = self._q
         for piece in rows.pieces(block):
             queries = piece.queries
             keys = piece.keys

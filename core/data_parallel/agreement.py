@@ -44,7 +44,8 @@ class Agreement:
     """
 
     def __init__(self, ps: ParallelState, buffers: Sequence[Buffer], num_parameters: int) -> None:
-        self._ps, self._buffers = ps, buffers
+        self._ps = ps
+        self._buffers = buffers
         self.num_words = -(-num_parameters // BITS)
         world_size = ps.grid.config.world_size
         first_of = torch.zeros(len(_HOLDERS), world_size, dtype=torch.int64)

@@ -386,4 +386,5 @@ class DataParallel(GradSync):
         for buffer in self.buffers:
             buffer.remove()
         self._gradient_sums.zeroed(set_to_none=True)
-        self._hooks, self._names = [], {}
+        self._hooks = []
+        self._names = {}

@@ -61,6 +61,7 @@ def mixed_words(tensor: Tensor) -> Tensor:
         part = bits[first : first + MIXED]
         # a multiple of 8 bytes, in memory of its own: the storage may begin anywhere
         words = F.pad(part, (0, -part.numel() % 8)).view(torch.int64)
+        # of each word in the whole tensor: equal words in another order must not cancel
         number = torch.arange(first // 8, first // 8 + words.numel(), device=tensor.device)
         for which, (a, b, c) in enumerate(_ODD):
             mixed = (words ^ (number * a)) * b
@@ -112,6 +113,7 @@ def compare(tensors: Iterable[tuple[Key, Tensor]], ps: ParallelState) -> None:
     """Raise ValueError, on every rank, where two ranks hold other bits under one key."""
     local = [(key, _checksum(tensor)) for key, tensor in tensors]
     holders_of: dict[Key, dict[str, list[int]]] = {}
+    # checksums travel, not values; every rank then finds the same verdict by itself
     for rank, rank_checksums in enumerate(all_gather_objects(local, ps.world)):
         for key, checksum in rank_checksums:
             holders_of.setdefault(key, {}).setdefault(checksum, []).append(rank)
@@ -125,6 +127,7 @@ def compare(tensors: Iterable[tuple[Key, Tensor]], ps: ParallelState) -> None:
 
 def _outliers(holders: dict[str, list[int]]) -> str:
     """For the message: the ranks whose values are not the majority's."""
+    # most holders first; equal counts leave open who is right
     (common, majority), (second_common, second_ranks), *_ = ranked = sorted(
         holders.items(), key=lambda item: -len(item[1])
     )

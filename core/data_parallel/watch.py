@@ -43,7 +43,8 @@ class UpdateWatch:
         self._stages = stages
         self._slots = slots
         self._take_weights = take_weights
-        self._forwards, self._optimizer_steps = 0, 0
+        self._forwards = 0
+        self._optimizer_steps = 0
         # of the agreement, at the last forward and at the last look
         self._meetings = self._meetings_at_look = 0
         self._versions = 0

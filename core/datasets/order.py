@@ -49,7 +49,8 @@ def _feistel(values: _Words, half: int, keys: _Words) -> _Words:
     mask = np.uint64((1 << half) - 1)
     bits = np.uint64(half)
     # a round can be undone, since one half goes through unchanged: so the whole is a permutation
-    high, low = values >> bits, values & mask
+    high = values >> bits
+    low = values & mask
     for key in keys:
         high, low = low, high ^ (_mix(low ^ key) & mask)
     return (high << bits) | low

@@ -66,6 +66,7 @@ class TokenRange:
             raise ValueError(
                 f"documents {first} to {last} of {self.file.prefix}, which has {self.file.num_documents}"
             )
+        # the way into a frozen dataclass; looked up once, because every read adds it
         object.__setattr__(self, "first_token", self.file.document_start(first))
         object.__setattr__(self, "last_token", self.file.document_start(last))
         if self.num_tokens < 0:
@@ -121,7 +122,9 @@ def first_documents(source: TokenSource, num_tokens: int) -> TokenRange:
         first = source.first_document
     else:
         assert isinstance(source, TokenFile)
-        file, first = source, 0
+        file = source
+        first = 0
+    # document n begins where the n before it end, and beginnings ascend
     count = bisect_right(range(1, source.num_documents), num_tokens, key=source.document_start)
     return TokenRange(file, first, first + max(1, count))
 

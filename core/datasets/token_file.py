@@ -309,7 +309,8 @@ class TokenFile:
 
     def smallest_and_largest(self, starts: Iterable[int], length: int) -> tuple[int, int]:
         """Of the tokens in blocks of `length` at `starts`, one block at a time; (0, 0) of none."""
-        minima, maxima = [], []
+        minima = []
+        maxima = []
         for start in starts:
             block = self._plain(self._tokens[start : start + length])
             if block.size:

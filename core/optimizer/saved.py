@@ -96,6 +96,7 @@ class SavedStates(Averages, TorchFace):
         steps: Any = self.step_count
         if behind is None:
             behind = self._reached.behind
+        # an integer where it says all, as most checkpoints do
         if (groups := self._groups.changed()) or behind:
             steps = {"steps": steps, "behind": behind, "groups": groups}
         counts = {"step_count": steps, "skipped_steps": self.skipped_steps}

@@ -78,6 +78,7 @@ def model_parallel_is_initialized() -> bool:
 def destroy_model_parallel() -> None:
     """Leave the current state's groups and forget it; the default process group stays."""
     global _current
-    state, _current = _current, None
+    state = _current
+    _current = None
     if state is not None:
         state.destroy()

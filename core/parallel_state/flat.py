@@ -212,7 +212,8 @@ def bucket_table(
 
 
 def _bucket(members: list[Entry], ranks: int) -> Bucket:
-    slots, offset = [], 0
+    slots = []
+    offset = 0
     # stable: among equals the order of backward stays
     for entry in sorted(members, key=lambda entry: entry.size % PART_ALIGN != 0):
         slots.append(Slot(entry.name, offset, offset + entry.size))

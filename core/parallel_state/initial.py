@@ -73,7 +73,8 @@ def fill(
     rows = max(1, DRAW_BLOCK // columns)
     total = prod(layout.shape[:-1])
     box = layout.box(coordinate, sizes)
-    drawn_block, values = -1, torch.empty(0)
+    drawn_block = -1
+    values = torch.empty(0)
     device = torch.device("cpu") if draw_on_cpu else parameter.device
     for first_row, count, local in _row_segments(layout, box, target):
         filled = 0

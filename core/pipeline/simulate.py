@@ -43,6 +43,7 @@ class Simulation:
 
     def fits(self, memory_limit: float | None) -> bool:
         """Whether every rank stays within the limit."""
+        # memory is a sum of floats, which 0.1 + 0.2 > 0.3 must not fail
         return memory_limit is None or self.played.peak <= memory_limit + 1e-9
 
 
@@ -55,6 +56,7 @@ def simulate(
 ) -> Simulation:
     """Play a schedule; `costs` are those of a rank's whole slice for one microbatch."""
     if recompute:
+        # |1| before costs are charged: an R is an action of its own, with a cost of its own
         schedule = add_recompute(schedule)
     chunks = max(1, schedule.stages // schedule.ranks)
     stage_costs = (costs or Costs()).divided(chunks)
@@ -65,6 +67,7 @@ def parse_costs(text: str) -> Costs:
     """`F=1,comm=.05`: what is not named is as in `DEFAULT_COSTS`. Raises ValueError."""
     known_names = [field.name for field in fields(Costs)]
     costs = {}
+    # the defaults first: what is named overwrites them
     for word in f"{DEFAULT_COSTS},{text}".split(","):
         name, _, value = word.strip().partition("=")
         if not word.strip():
@@ -245,6 +248,7 @@ def _run(options: argparse.Namespace) -> None:
     print(
         f"peak memory {' '.join(f'{peak:.3g}' for peak in played.peaks)} (rank 0, 1 ..., in full microbatches)"
     )
+    # before the limit is judged: a schedule that is over it can be looked at
     _write(options, plain, outcome, f"{plain.name}, {title}")
     if not outcome.fits(limit):
         raise ValueError(_describe_excess(outcome, limit, all_named()))

@@ -139,7 +139,8 @@ class _CrossEntropy(torch.autograd.Function):
 
         # This rank's columns become (max, sum of exponentials); one all-gather makes these the row's.
         local_max, local_sum = _exponentials(flat, dtype)
-        row_max, row_sum = local_max, local_sum
+        row_max = local_max
+        row_sum = local_sum
         if group is not None:
             # [tp, 3, n]
             per_rank = all_gather(torch.stack((local_max, local_sum, label_logit))[None], group)

@@ -177,7 +177,8 @@ class _ReduceScatterSequence(torch.autograd.Function):
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Parameter, group: Group) -> Tensor:
-        ctx.weight, ctx.group = weight, group
+        ctx.weight = weight
+        ctx.group = group
         return weight.view_as(weight)
 
     @staticmethod

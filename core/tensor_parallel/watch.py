@@ -344,7 +344,8 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
     is_replicated: None is where the values of `output` are the same on all ranks.
     Raises ValueError there, on every rank, if they differ by more than rounding: each rank would train another loss.
     """
-    is_first, values = True, None
+    is_first = True
+    values = None
     if is_replicated is None:
         detached = output.detach()
         if detached.numel() == 0 or (detached == detached.reshape(-1)[0]).all():

@@ -49,7 +49,8 @@ def watch_optimizers(model: nn.Module) -> None:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 optimized_ids.add(id(p))
-        split_names, fused_names = [], []
+        split_names = []
+        fused_names = []
         for name, parameter in model_alive.named_parameters():
             if id(parameter) not in optimized_ids:
                 continue

@@ -81,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer = load_tokenizer(
             options.tokenizer or source / "tokenizer.json", options.end_of_text
         )
+    # the embedding may have more rows than the tokenizer tokens (padding), never fewer
     if tokenizer.vocab_size > (vocab_size := arguments_of_model["vocab_size"]):
         raise ValueError(
             f"the tokenizer of {source} has {tokenizer.vocab_size} tokens, its embedding {vocab_size} rows; they are "

@@ -137,7 +137,8 @@ class _AllHeadsRMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, group: Group | None, scale: Tensor, size: int, eps: float
     ) -> Tensor:
-        ctx.group, ctx.size = group, size
+        ctx.group = group
+        ctx.size = size
         x32 = _to_float32(x)
         mean_square = _sum_over_heads(x32.square(), group).div_(size)
         inverse_rms = mean_square.add_(eps).rsqrt_()

@@ -82,6 +82,7 @@ class Submodules:
                 ):
                     self.may_leak = True
             if attributes["_modules"]:
+                # taken from the end, so the order is that of `modules()`
                 to_visit += reversed(attributes["_modules"].values())
         parameters.pop(None, None)
         self.parameters: list[Tensor] = list(parameters)
@@ -116,10 +117,12 @@ class LeakWatch(TorchDispatchMode):
             return True
         if self._collective or not self._unreturned_alive(results):
             return False
+        # what only a cycle of references keeps alive has not leaked; collecting is slow, so only in doubt
         gc.collect()
         return self._unreturned_alive(results)
 
     def _unreturned_alive(self, results: list[Any]) -> bool:
+        # results may live on: the caller has them
         ids = {id(tensor) for tensor in results}
         # a result that is a view keeps its base alive
         ids |= {
@@ -230,7 +233,7 @@ def call_with_graph(
     enter_second_run: Callable[[], AbstractContextManager[Any]],
     tensors: Sequence[Tensor],
 ) -> Any:
-    """`fn(*args, **kwargs)` with a graph that holds nothing; backward runs it once more, inside `again()`.
+    """`fn(*args, **kwargs)` with a graph that holds nothing; backward runs it once more, inside `enter_second_run()`.
 
     Raises RuntimeError: it writes into one of its `tensors`, or others do so before backward.
     """

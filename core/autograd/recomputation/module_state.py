@@ -133,6 +133,7 @@ class ModuleState:
                 if buffer is None or buffer.is_meta:
                     continue
                 is_known_written = (id(owner), name) in self._written_buffers
+                # before the first run ever, nothing is known of large buffers either
                 needs_copy = not self._first_run_done or buffer.nbytes <= SMALL or is_known_written
                 if needs_copy and id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()

@@ -31,6 +31,7 @@ class _RecomputedForward(LinearProxy):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward as a region."""
+        # inside another region it runs as it is: twice in all, not three times
         if not torch.is_grad_enabled() or recomputed_region.get() is not None:
             return self.call_replaced(*args, **kwargs)
         # found anew at every call: parameters are unfrozen, replaced, sharded after the model is built
@@ -79,6 +80,7 @@ def _callable_submodules(module: nn.Module) -> dict[str, nn.Module]:
     """By name, outer before inner; without containers that have no forward (ModuleList)."""
     named = {}
     for name, child in module.named_modules():
+        # static: a class's descriptor must not run only to be looked at
         has_forward = getattr_static(type(child), "forward") is not nn.Module.forward
         if name and (has_forward or "forward" in child.__dict__):
             named[name] = child

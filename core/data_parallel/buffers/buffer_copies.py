@@ -29,6 +29,7 @@ class BufferCopies:
         # (key, module, name) of every dense buffer
         self._watched: list[tuple[Key, nn.Module, str]] = []
         for number, stage in enumerate(stages):
+            # sparse ones have no flat view to send
             dense_ids = {id(b) for b in stage.buffers() if b.numel() and b.layout is torch.strided}
             for path, module in stage.named_modules():
                 own = getattr(module, "equal_buffers", ())
@@ -105,6 +106,7 @@ class BufferCopies:
         for key in self._written:
             by_dtype.setdefault(tensors[key].dtype, []).append(tensors[key])
         for same_dtype in by_dtype.values():
+            # one message per dtype, sent as bytes: not every backend knows every dtype
             flat = torch.cat([buffer.contiguous().view(-1) for buffer in same_dtype])
             broadcast(flat.view(torch.uint8), self._group)
             if self._group.rank:
@@ -129,7 +131,8 @@ class BufferCopies:
         """Take the hooks out."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.enabled = [], False
+        self._hooks = []
+        self.enabled = False
 
 
 def _equal(before: Tensor | None, tensor: Tensor) -> bool:

@@ -210,7 +210,8 @@ class Buffer(Weights):
     @property
     def own_gradients(self) -> Tensor:
         """This rank's shard of `gradients`: `shard_interval`."""
-        (start, stop), (offset, _) = self.shard_interval, self.updated_interval
+        (start, stop) = self.shard_interval
+        (offset, _) = self.updated_interval
         return self.gradients[start - offset : stop - offset]
 
     def complete(self) -> None:
@@ -271,7 +272,8 @@ class Buffer(Weights):
 
         Counted from the first element of `updated_interval`.
         """
-        (shard_start, shard_stop), (offset, _) = self.shard_interval, self.updated_interval
+        (shard_start, shard_stop) = self.shard_interval
+        (offset, _) = self.updated_interval
         inside: list[Interval] = []
         for start, stop in intervals:
             start = max(start, shard_start) - offset

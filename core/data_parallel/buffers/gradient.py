@@ -81,11 +81,14 @@ class ParameterSlot:
         self.name = name
         self.buffer = buffer
         self.index = index
-        self.delivered, self.zeroed, self.pairs = False, False, 1
+        self.delivered = False
+        self.zeroed = False
+        self.pairs = 1
         # stages 0, 1: the `Round` that counts it
         self.round: Any = None
         self.unit: Unit | None = None  # stage 3
-        self.shown, self.step = False, 0
+        self.shown = False
+        self.step = 0
         self.fetched: Tensor | None = None
         self.sums: Sums
         self.gradient = BucketGradient(self)

@@ -67,7 +67,8 @@ class StageUnits:
     def __init__(
         self, root: Unit, layers: list[Unit], *, frees: bool, divided: bool, backward_begins: Any
     ) -> None:
-        self.root, self.layers = root, layers
+        self.root = root
+        self.layers = layers
         self.split = self.unsharded = False
         self._frees = frees
         self._divided = divided

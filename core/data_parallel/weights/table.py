@@ -55,9 +55,11 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
     # a single stage may lack some of the names
     if units != "layer" and len(problems) == len(stages):
         raise ValueError(f"shard_units: {problems[0]}")
+    # (stage, unit) of every use, a shared module at each of its places
     uses: dict[Parameter, set[tuple[int, str]]] = {}
     for number, stage in stages.items():
         for path, module in stage.module.named_modules(remove_duplicate=False):
+            # "": of no unit, the stage itself
             is_inside = next(
                 (unit for unit in stage.units if f"{path}.".startswith(f"{unit}.")), ""
             )
@@ -103,6 +105,7 @@ def _has_inner_blocks(module: nn.Module) -> bool:
 
 def entries_of(modules: Modules, stages: Mapping[int, Members]) -> list[Entry]:
     """The trainable parameters, in the order of execution. Raises ValueError: parameters that share memory."""
+    # |1|
     names = {
         parameter: name for name, parameter in named_parameters(modules) if parameter.requires_grad
     }

@@ -170,7 +170,8 @@ def _jobs(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
         size += _size(chunk.content)
         if size >= CHUNK_BYTES:
             yield job
-            job, size = [], 0
+            job = []
+            size = 0
     if job:
         yield job
 

@@ -23,7 +23,8 @@ _FORMAT = 1
 # of fewer, paragraphs are the documents: training and validation parts consist of whole ones
 _FEW_FILES = 3
 # a process that waits looks so often, and so long for one that prepares
-_POLL_S, _PATIENCE_S = (0.3, 120.0)
+_POLL_S = 0.3
+_PATIENCE_S = 120.0
 
 
 def is_text(name: str) -> bool:

@@ -182,7 +182,8 @@ def _encode(tokenizer: AnyTokenizer, texts: Sequence[bytes]) -> Iterator[list[in
         size += len(text)
         if size >= _BATCH_BYTES or i == len(texts) - 1:
             yield from tokenizer.encode_batch([text.decode() for text in texts[start : i + 1]])
-            start, size = i + 1, 0
+            start = i + 1
+            size = 0
 
 
 def cuts(content: bytes, limit: int, mode: str = "file") -> Iterator[bytes]:

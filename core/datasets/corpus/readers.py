@@ -136,9 +136,11 @@ def _lines(opened: _OpenedText) -> Iterator[TextChunk]:
 
 def _text(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterator[TextChunk]:
     """Chunks of a text file. A file larger than a portion is cut where `documents` allows it."""
-    file, raw = opened.content, opened.raw
+    file = opened.content
+    raw = opened.raw
     # in the file on disk; what a cut left over of the last portion
-    previous_position, rest = (0, b"")
+    previous_position = 0
+    rest = b""
     if not file.peek(1) and opened.damage() is None:  # type: ignore[attr-defined]
         skipped["empty documents"] += 1
     is_beginning = True

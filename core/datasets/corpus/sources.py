@@ -87,7 +87,8 @@ class _SourceSearch:
 
     def below(self, root: Path) -> Iterator[TextSource]:
         """The sources in a directory. Its links to directories come last: a link renames nothing that is there."""
-        waiting, entered = [root], set[str]()
+        waiting = [root]
+        entered = set[str]()
         for start in waiting:
             for directory, subdirectories, files in os.walk(start, onerror=self._unreadable):
                 resolved = os.path.realpath(directory)
@@ -140,7 +141,8 @@ class _SourceSearch:
             regular = S_ISREG(stat.st_mode)
         except OSError:
             # a dangling link, for one; reading it will say so
-            size, regular = 0, True
+            size = 0
+            regular = True
         source = _source(path, name, size, self._globs, named=named)
         if source is None:
             self.skipped[_OTHER_SUFFIX] += 1

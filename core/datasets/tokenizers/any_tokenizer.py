@@ -12,7 +12,8 @@ from core.datasets.tokenizers.byte_tokenizer import CONTENT, ByteTokenizer
 # tokens of a file without card that are compared with the size of the vocabulary: all would be slow
 _CHECKED_TOKENS = 1 << 22  # at its beginning
 # and so many blocks of so many tokens, spread over the file
-_BLOCKS, _BLOCK = 64, 4096
+_BLOCKS = 64
+_BLOCK = 4096
 
 
 class AnyTokenizer(Protocol):

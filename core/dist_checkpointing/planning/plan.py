@@ -170,7 +170,8 @@ def _cells_of_class(
     grid_of: Callable[[ArrayInfo], tuple[int, ...]] = cell_of,
 ) -> Iterator[_PlannedCell]:
     """Every cell of a class in C order. Raises ValueError: a box outside of the array, elements that nobody holds."""
-    key, info = keys[0], arrays[keys[0]]
+    key = keys[0]
+    info = arrays[keys[0]]
     try:
         grid = grid_of(info)
     except ValueError as error:

@@ -65,7 +65,8 @@ class SavePlanner:
             raise ValueError(
                 f"weights={weights!r} is unknown: 'derive' leaves out what can be rounded, 'bf16' does not"
             )
-        self._ps, self._weights = ps, weights
+        self._ps = ps
+        self._weights = weights
         # of every rank's catalogue, at the save before
         self._fingerprints: list[str] = []
         self._catalog: Catalog | None = None

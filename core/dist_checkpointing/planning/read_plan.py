@@ -275,7 +275,8 @@ class _Rounds:
     """The current round of each rank, and how many bytes it reads or sends, and receives, in that round."""
 
     def __init__(self, world: int, limit: int) -> None:
-        self._limit, self.count = limit, 0
+        self._limit = limit
+        self.count = 0
         self._total_read = [0] * world  # bytes, in all rounds
         self._current = [0] * world
         # bytes, in the current round

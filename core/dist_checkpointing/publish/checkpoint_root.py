@@ -269,7 +269,8 @@ class CheckpointRoot:
             return []
         facts = self.facts(steps) if retention.reads_facts else {}
         protected = complete | set(self.tags().values()) | retention.protected(steps, facts)
-        removable, shared = [], []
+        removable = []
+        shared = []
         for step in steps:
             if step < verified and step not in protected:
                 foreign_files = self._strategy.foreign_files(step_name(step))

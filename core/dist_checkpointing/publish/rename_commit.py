@@ -34,7 +34,8 @@ class RenameCommit:
     """How `CheckpointRoot` commits, finds and removes checkpoints in a POSIX file system."""
 
     def __init__(self, files: PosixCheckpointDir) -> None:
-        self.files, self._fs = files, files.fs
+        self.files = files
+        self._fs = files.fs
 
     def prepare(self, folder: str = "") -> None:
         """Makes the directory, or one in it, durably: what is in it would be lost with it after a power failure."""

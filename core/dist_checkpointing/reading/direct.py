@@ -274,7 +274,8 @@ class _CellFile:
 
     def read(self, box: Box, into: np.ndarray, scratch: Callable[[int], np.ndarray]) -> None:
         """Every inner chunk that `box` touches: straight to its target if that is contiguous, else via scratch."""
-        direct, indirect = [], []
+        direct = []
+        indirect = []
         unit_bytes = self._chunks.unit_bytes
         for number, unit_box in self._units(box):
             overlap = intersect(unit_box, box)

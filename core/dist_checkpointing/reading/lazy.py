@@ -69,7 +69,8 @@ def read_in_order(parts: Sequence[tuple[LazyTensor, int | None]]) -> Iterator[Te
     """
     if not parts:
         return
-    stored, requests = parts[0][0]._stored, []
+    stored = parts[0][0]._stored
+    requests = []
     for tensor, layer in parts:
         box = whole(stored.shape(tensor._path))
         requests.append((tensor._path, box if layer is None else ((layer, layer + 1), *box[1:])))

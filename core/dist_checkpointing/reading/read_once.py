@@ -54,11 +54,13 @@ def read_once(
     requests_by_rank = [from_json(message) for message in messages]
     keys: set[str] = set().union(*requests_by_rank)
     chunks = {key: Chunking.from_metadata(stored.metadata[key]) for key in keys}
+    # all ranks plan from the same requests, so no plan is sent
     plan = plan_reads(chunks, requests_by_rank, ps.rank)
     cell_targets = {key: by_cell(stored, key, requested[key]) for key in plan.shared}
     problem = _ReadRounds(stored, plan, cell_targets, ps, verify).run()
     if problem is not None:
         raise problem
+    # no rank waits for another any more
     read(stored, _unshared(plan, requested, cell_targets), verify=verify)
 
 
@@ -159,6 +161,7 @@ class _ReadRounds:
             transfers += self._transfers(shared_read)
         shards = shards_as_bits(self._arrays, staged_by_key)
         ps = self._ps
+        # in one order on all ranks, so that what is sent meets what is received
         for transfer, bits in exchange(
             sorted(transfers), self._arrays, shards, ps.rank, ps.world, ps.device
         ):

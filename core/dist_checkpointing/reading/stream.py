@@ -100,13 +100,15 @@ def _finished(reader: AnyReader, arrays: deque[np.ndarray]) -> Iterator[np.ndarr
 
 
 def _batches(stored: StoredCheckpoint, requests: BoxRequests) -> Iterator[list[tuple[str, Box]]]:
-    batch, size = [], 0
+    batch = []
+    size = 0
     for key, box in requests:
         batch.append((key, box))
         size += _nbytes(stored, key, box)
         if size >= BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

@@ -200,5 +200,6 @@ def index_dims(index: tuple[Any, ...], shape: Shape) -> list[tuple[int, int, boo
             raise IndexError(
                 f"{position} is out of range for a dim of {size} of shape {list(shape)}"
             )
+        # -1 is the last
         dims.append((position % size, position % size + 1, True))
     return dims

@@ -17,7 +17,8 @@ from core.dist_checkpointing.state.mapping import ShardedTensor
 from core.parallel_state.environment import reading_waits
 from core.parallel_state.flat import Box, intersect, relative, slices, volume
 
-MODEL, MAIN = "model/", "optimizer/main/"
+MODEL = "model/"
+MAIN = "optimizer/main/"
 # at a time, so that the rounded copy stays in cache
 COMPARED_ELEMENTS = 1 << 20
 # few kernels, and 100 MiB beside them

@@ -52,7 +52,8 @@ def local_shards(sharded: ShardedTensor) -> list[ShardedTensor]:
     true_shape = sharded.global_shape[axes:]
     shards = []
     for local_box in product(*map(_local_and_global, intervals_by_dim)):
-        offset, inside = [], []
+        offset = []
+        inside = []
         for ((start, stop), global_start), origin, size in zip(
             local_box, tensor_offset, true_shape, strict=True
         ):
@@ -115,7 +116,8 @@ def _chunked(intervals: Intervals, count: int) -> list[Intervals]:
 
 def _cut(intervals: Intervals, start: int, stop: int) -> Intervals:
     """The elements from `start` to `stop`, counted along the intervals."""
-    inside, counted = [], 0
+    inside = []
+    counted = 0
     for interval_start, interval_stop in intervals:
         first = max(interval_start, interval_start + start - counted)
         last = min(interval_stop, interval_start + stop - counted)

@@ -90,7 +90,8 @@ class DiskFullError(OSError):
             f"no space for the checkpoint in {url}: {needed} bytes needed, {free} free; the older checkpoints are "
             "intact: free some space, keep fewer steps or save elsewhere",
         )
-        self.needed, self.free = needed, free
+        self.needed = needed
+        self.free = free
 
 
 def free_bytes(directory: CheckpointDir) -> int | None:
@@ -220,7 +221,8 @@ class PosixCheckpointDir:
     context: ts.Context | None = None
 
     def __init__(self, path: str, fs: Fs) -> None:
-        self.path, self.fs = path, fs
+        self.path = path
+        self.fs = fs
         self.url = self.address = self.path.rstrip("/") + "/"
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:

@@ -77,7 +77,8 @@ class _PercentLines:
     def __init__(self, title: str, total: int) -> None:
         self._title = title
         self._total = max(total, 1)
-        self._done_bytes, self._printed_percent = 0, 0
+        self._done_bytes = 0
+        self._printed_percent = 0
 
     def advance(self, nbytes: int) -> None:
         self._done_bytes += nbytes

@@ -262,7 +262,8 @@ def _look_up(byte_ranges: ByteRanges, name: str, offset: tuple[int, ...] | None)
 def _tensor(name: str, fields: Mapping[str, Any], byte_ranges: ByteRanges) -> SavedTensor:
     """Raises ValueError: shards that leave the tensor, or do not have as many elements as it."""
     dtype = fields["properties"].state[0]
-    shape, shards = tuple(fields["size"]), []
+    shape = tuple(fields["size"])
+    shards = []
     for chunk in fields["chunks"]:
         chunk_fields = _fields(chunk, "ChunkStorageMetadata")
         offset = tuple(chunk_fields["offsets"])

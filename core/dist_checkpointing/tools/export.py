@@ -60,7 +60,8 @@ def tensors(
 
     Layers of a stack are apart, with their numbers in the full model.
     """
-    (tp_rank, tp_size), (pp_rank, pp_size) = tp, pp
+    (tp_rank, tp_size) = tp
+    (pp_rank, pp_size) = pp
     exported = []
     for name, (key, saved_dtype) in weights(stored).items():
         info = stored.info(key)

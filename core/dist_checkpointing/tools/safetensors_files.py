@@ -84,6 +84,7 @@ def write(
 ) -> None:
     """Stored arrays as they are, or of another dtype, in files of a folder; see `write_files`."""
     files = tensors_by_file(tensors, file_bytes)
+    # what is read ahead comes back in this order, which is that of writing
     requests = (
         (tensor.key, block) for file in files for tensor in file for block in blocks(tensor.box)
     )
@@ -197,9 +198,11 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
     uuid = uuid4().hex
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ValueError(f"{final} is there already; give a directory that is to be made")
+    # what an export left that was killed
     root.sweep()
     temporary = root.begin(name, uuid)
     try:
+        # others sweep what shows no sign of life
         with root.beating(name, uuid):
             yield Path(temporary.url)
         root.publish_folder(name, uuid)

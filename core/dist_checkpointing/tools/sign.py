@@ -93,7 +93,8 @@ def _digests(directory: CheckpointDir) -> dict[str, str]:
 
     def digest(path: str) -> str:
         # in blocks: a file may be larger than memory
-        hasher, size = sha256(), sizes[path]
+        hasher = sha256()
+        size = sizes[path]
         for offset in range(0, size, _BLOCK_BYTES):
             hasher.update(directory.read(path, offset, min(_BLOCK_BYTES, size - offset)))
         return hasher.hexdigest()
@@ -126,7 +127,8 @@ def _read_key(file: str | os.PathLike[str], kind: str) -> Any:
     try:
         key = loaders[kind](pem)
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
-        key, details = None, f" ({error})"
+        key = None
+        details = f" ({error})"
     else:
         details = f", a {type(key).__name__}"
     if not isinstance(key, types[kind]):

@@ -58,7 +58,8 @@ class WriterProgram:
     def start(self, size: int) -> None:
         """Warm up: an empty slab of `size` bytes, every page touched, and the program running."""
         self._slab.reserve(size)
-        self._copied_cells, self._used = [], 0
+        self._copied_cells = []
+        self._used = 0
         if self._process is not None and self._process.poll() is None:
             return
         self._end()

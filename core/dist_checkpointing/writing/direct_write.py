@@ -120,7 +120,8 @@ class DirectWriter:
             np.copyto(scratch, array)
             array = scratch
         # zarr's sharding codec: every inner chunk with its crc32c behind it, then the index
-        buffers, crcs = [], []
+        buffers = []
+        crcs = []
         for unit in _units(array, chunks):
             crc = struct.pack("<I", crc32c(unit))
             buffers += [unit, crc]

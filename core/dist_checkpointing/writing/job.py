@@ -98,7 +98,8 @@ class Job:
         writer = fastest_writer(
             directory, self.metadata, durable=self.durable, budget_bytes=self.budget_bytes
         )
-        cells_written, payload_bytes = [], 0
+        cells_written = []
+        payload_bytes = 0
         disk_space = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
         # the heartbeat tells other ranks, and the next job, that this one is alive
         with disk_space, ThreadPoolExecutor(1) as thread, self._root.beating(self.name, self.uuid):

@@ -121,8 +121,10 @@ class CopyBesideStep:
 
         def finish() -> None:
             try:
+                # the host's first: `before_update` holds the training until they are copied
                 copy(cell.owned() for cell in self._on_host)
             finally:
+                # also after an error, or the training would wait for ever
                 self._host_copied.set()
             self._stage.wait()
             copy(cell.owned() for cell in arriving)

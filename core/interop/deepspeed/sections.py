@@ -118,7 +118,8 @@ def zero(reader: ConfigReader) -> None:
 
 def _offload(reader: ConfigReader) -> None:
     """Where optimizer states live: on the device, in host memory, or in files."""
-    section, old_key = "zero_optimization.offload_optimizer", "zero_optimization.cpu_offload"
+    section = "zero_optimization.offload_optimizer"
+    old_key = "zero_optimization.cpu_offload"
     device = reader.value(f"{section}.device", str)
     if device == "cpu" or (device is None and reader.value(old_key)):
         key = f"{section}.device" if device else old_key
@@ -212,7 +213,8 @@ def others(reader: ConfigReader) -> None:
     ):
         note = ""
         if clip is None:
-            clip, note = 1.0, ", DeepSpeed's default (in older versions 0): better say it"
+            clip = 1.0
+            note = ", DeepSpeed's default (in older versions 0): better say it"
         reader.map_to("gradient_clipping", "optimizer", clip_grad=clip, note=note)
     _monitors(reader)
     key = "steps_per_print"

@@ -55,7 +55,8 @@ def gpt_stages(
     `more`: as for GPTModel. Raises ValueError: layers that are not all of them, a placement for other ranks.
     """
     ps = parallel if parallel is not None else current_state()
-    ranks, tied = ps.size("pp"), share_embeddings_and_output_weights
+    ranks = ps.size("pp")
+    tied = share_embeddings_and_output_weights
     _refuse_placement(placement, ranks, tied=tied)
     end_ranks = placement[0], placement[-1]
     stages = len(placement)

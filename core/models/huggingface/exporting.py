@@ -40,7 +40,8 @@ from core.parallel_state.flat import intersect
 from core.parallel_state.modules import Modules, modules_of
 
 FILE_BYTES = 5 << 30  # as transformers' own files
-PROMPTS, PROMPT_LENGTH = 4, 16
+PROMPTS = 4
+PROMPT_LENGTH = 16
 TOLERANCE = 1e-4  # of float32 logits, relative to the largest
 
 

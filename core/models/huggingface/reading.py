@@ -20,7 +20,8 @@ from core.transformer.transformer_config import TransformerConfig
 
 _TABLES = ("transformer.wte.weight", "model.embed_tokens.weight")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
 
 
 @torch.no_grad()

@@ -210,7 +210,8 @@ class OneCycle(_CheckedSchedule):
             return self.cycle_min_lr / (1 + decay)
         stairs = self.cycle_first_stair_count
         if step <= up:
-            position, length = step, up
+            position = step
+            length = up
         else:
             position = up + down - step
             length = down

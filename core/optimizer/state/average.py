@@ -22,7 +22,8 @@ class WeightAverage:
 
     def __init__(self, state_buffers: Sequence[StateBuffer], decay: float) -> None:
         self._state_buffers = [buffer for buffer in state_buffers if EMA in buffer.states]
-        self._decay, self.lent = decay, False
+        self._decay = decay
+        self.lent = False
         self.begin()
 
     @torch.no_grad()

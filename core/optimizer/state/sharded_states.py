@@ -66,7 +66,8 @@ def _joined(views: Views) -> Tensor:
 def _optimizer_shard(
     flat: Tensor, views: Views, ps: ParallelState, *, full_shapes: bool
 ) -> OptimizerShard:
-    first, last = views[0][1], views[-1][1]
+    first = views[0][1]
+    last = views[-1][1]
     layout = first.layout
     box = layout.box(ps.coordinate, ps.sizes)
     if not full_shapes:

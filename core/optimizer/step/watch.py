@@ -19,7 +19,8 @@ class GradientWatch:
     """
 
     def __init__(self, buffers: Sequence[Buffer], ps: ParallelState) -> None:
-        self._buffers, self._ps = buffers, ps
+        self._buffers = buffers
+        self._ps = ps
         self._eager = not reading_waits(ps.device)
         # (parameter name, buffer, first, last): the elements that this rank counts in the norm, by parameter
         self._slices: list[tuple[str, Buffer, int, int]] = []

@@ -112,7 +112,8 @@ def waited(
 
 def _groups(error: BaseException) -> Iterator[Group]:
     """The groups of our collectives that an exception came through, the innermost first."""
-    frames, step = [], error.__traceback__
+    frames = []
+    step = error.__traceback__
     while step is not None:
         frames.append(step.tb_frame)
         step = step.tb_next

@@ -108,7 +108,8 @@ def isend(tensor: Tensor, peer: int, group: Group, *, tag: int = 0, header: bool
         return isend(to_host(tensor), peer, group.on_host, tag=tag, header=header)
     # what is under way must not move; a strided tensor is copied here, and the copy kept by `Sent`
     tensor = tensor.contiguous()
-    header_tensor, works = None, []
+    header_tensor = None
+    works = []
     if header:
         header_tensor = _header(tuple(tensor.shape), tensor.dtype).to(tensor.device)
         works.append(group.process_group.send([header_tensor], peer, tag))

@@ -193,7 +193,8 @@ def start_gather_parts(
 
 class _PendingGather:
     def __init__(self, x: Tensor, messages: _PeerMessages) -> None:
-        self._x, self._messages = x, messages
+        self._x = x
+        self._messages = messages
 
     def wait(self) -> Tensor:
         self._messages.wait()

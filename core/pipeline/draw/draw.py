@@ -30,10 +30,15 @@ _OTHER_FILL = ("#9aa0a6", "#9aa0a6")
 _IDLE = "#f1f2f4"
 
 # of the SVG, in its units
-_LEFT, _TOP, _LANE_HEIGHT, _LANE_GAP = 64.0, 58.0, 26.0, 5.0
-_MIN_WIDTH, _MAX_WIDTH = 1080.0, 2400.0
+_LEFT = 64.0
+_TOP = 58.0
+_LANE_HEIGHT = 26.0
+_LANE_GAP = 5.0
+_MIN_WIDTH = 1080.0
+_MAX_WIDTH = 2400.0
 _DIGIT_WIDTH = 0.62  # of the font size
-_MAX_FONT, _MIN_FONT = 11.0, 7
+_MAX_FONT = 11.0
+_MIN_FONT = 7
 _LETTER_WIDTH = 6.6  # of the key
 
 

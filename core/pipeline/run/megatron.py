@@ -125,7 +125,8 @@ def _average_like_megatron(outputs: tuple, num_microbatches: int) -> tuple[Tenso
         raise ValueError(
             f"loss_func returned {len(outputs)} values; return (loss, report) or (loss, num_tokens, report)"
         )
-    loss, report = outputs[0], outputs[-1]
+    loss = outputs[0]
+    report = outputs[-1]
     if len(outputs) == 3:
         loss = loss / torch.as_tensor(outputs[1], device=loss.device).clamp(min=1)
     return loss / num_microbatches, report

@@ -114,7 +114,8 @@ def _is_constant(matrix: Tensor) -> bool:
 
 
 def _twins_warning(first: tuple[int, _Matrix], second: tuple[int, _Matrix]) -> str:
-    (first_rank, a), (second_rank, b) = first, second
+    (first_rank, a) = first
+    (second_rank, b) = second
     if a.is_embedding or b.is_embedding:
         meaning = (
             "one tied table, each gets a part of its gradient; mark both by "

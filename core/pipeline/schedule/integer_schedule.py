@@ -185,7 +185,8 @@ class SchedulingProblem:
 
     def score(self, orders: IntegerOrders) -> tuple[float, list[float]] | None:
         """(makespan, peak memory of each rank), equal to `play`'s; None for a deadlock."""
-        durations, peaks = [], []
+        durations = []
+        peaks = []
         for order in orders:
             rank_durations, peak = self.rank_costs(order)
             durations.append(rank_durations)

@@ -123,7 +123,8 @@ class MemoryWatch:
         there already. run: does it, and returns (what it hands on, the tensors that it leaves for W, or whether it
         leaves a graph).
         """
-        kind, live = action.kind, self.live
+        kind = action.kind
+        live = self.live
         stage = self.stages.setdefault(action.stage, StageMemory())
         not_activations = [*module.parameters(), *module.buffers(), microbatch]
         received_bytes = bytes_of(received)

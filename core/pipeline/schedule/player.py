@@ -262,7 +262,8 @@ def _memory_curve(
             changes.append((end, -waiting))
         else:
             changes.append((end, -waiting))
-    memory, curve = 0.0, []
+    memory = 0.0
+    curve = []
     for time, change in changes:
         memory += change
         curve.append((time, memory))
@@ -274,7 +275,9 @@ def _describe_deadlock(schedule: Schedule, position: Sequence[int], done: Mappin
     stuck_ranks = [
         rank for rank, order in enumerate(schedule.orders) if position[rank] < len(order)
     ]
-    rank, path, waits = stuck_ranks[0], [], []
+    rank = stuck_ranks[0]
+    path = []
+    waits = []
     while rank not in path:
         path.append(rank)
         action = schedule.orders[rank][position[rank]]

@@ -146,7 +146,8 @@ class Tuner:
             memory |= rank_stages
 
         # rank 0 searches; the others wait for its answer, so that it must answer whatever goes wrong
-        text, problem = "", None
+        text = ""
+        problem = None
         if self.ps.rank == 0:
             try:
                 self.result = self._search(

@@ -17,7 +17,8 @@ from core.pipeline.schedule.integer_schedule import (
 )
 
 # The temperature: how much longer a step may get, first and last, in units of the mean time of an action
-FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.3, 0.02
+FIRST_TEMPERATURE = 0.3
+LAST_TEMPERATURE = 0.02
 # a move may begin or end so many actions away from the critical path
 REACH = 4
 # rank, first, last: a run of the critical path on one rank
@@ -53,7 +54,8 @@ class Climber:
 
     def critical_path(self) -> list[Segment]:
         """The longest chain, last rank first: each action in it starts when the one before it ends."""
-        problem, end = self.problem, self.end
+        problem = self.problem
+        end = self.end
         position: dict[int, int] = {}
         for order in self.orders:
             position.update(zip(order, range(len(order)), strict=True))

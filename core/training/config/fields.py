@@ -118,6 +118,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _integer(value: Any) -> int:
+    # True is an int to Python, and to nobody who writes a configuration
     if not isinstance(value, int) or isinstance(value, bool):
         raise _WrongKind(_kind_of_value(value))
     if abs(value) >= _LARGEST:

@@ -83,9 +83,11 @@ def read_flags(
     Raises ImportError: tyro is missing.
     """
     if "--help" in args or "-h" in args:
+        # torchrun starts many processes with the same flags; one of them answers
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say_to_reader(short_help(fields_by_name, defaults, description))
         raise SystemExit(0)
+    # tyro's own help tells every field
     args = ["--help" if word == "--help-all" else word for word in args]
     accepted, typed, problems = _scan(args, fields_by_name)
     parsed, rest = _parsed(accepted, fields_by_name, defaults, description)
@@ -140,6 +142,7 @@ def _scan(
         problems.append(Problem("", "'--' is a stray word among the flags; leave it out"))
     args = [word for word in args if word != "--"]
     owner = _Owner("", "text", 0)  # of the words that follow
+    # the last word is followed by a flag that is none, so that a value it lacks is missed
     for word, after in zip(args, [*args, "--"][1:], strict=True):
         if not word.startswith("--"):
             owner = replace(owner, count=owner.count + 1)
@@ -249,7 +252,8 @@ def _switch(name: str) -> str:
 
 def _strays(rest: Sequence[str], fields_by_name: Mapping[str, Field]) -> list[Problem]:
     """What tyro could not place; the values of an unknown flag go with it."""
-    problems, flag = [], ""
+    problems = []
+    flag = ""
     for word in rest:
         if word.startswith("--"):
             flag = word.partition("=")[0]

@@ -26,7 +26,8 @@ from core.training.config.toml_files import read_toml, write_toml
 from core.training.model.config import ModelConfig
 from core.training.model.folder import tokenizer_in
 
-_TRAIN_STEPS, _DECAY_STEPS = "training.train_steps", "optimizer.lr_decay_steps"
+_TRAIN_STEPS = "training.train_steps"
+_DECAY_STEPS = "optimizer.lr_decay_steps"
 # defaults of a run that differ from those of an optimizer alone
 _OPTIMIZER_DEFAULTS: dict[str, Any] = {
     "lr_schedule": "cosine",

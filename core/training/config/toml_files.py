@@ -63,7 +63,9 @@ def lines_of(text: str, names: Iterable[str]) -> dict[str, int]:
 
 def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(first line, text, what it says by itself) of every header and setting: as many lines as are TOML together."""
-    start, pending, tries = 1, "", 0
+    start = 1
+    pending = ""
+    tries = 0
     for number, line in enumerate(text.split("\n"), 1):
         pending += line + "\n"
         # a list or text over many lines: only a line that closes something can end it
@@ -77,7 +79,8 @@ def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
                 return
             continue
         yield start, pending, parsed
-        start, pending = number + 1, ""
+        start = number + 1
+        pending = ""
 
 
 def _paths(parsed: Mapping[str, Any], outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

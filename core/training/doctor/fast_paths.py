@@ -199,7 +199,9 @@ def attention(device: torch.device) -> Check:
     # mixed precision on accelerators: the kernels differ by dtype
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     q = torch.ones(1, 2, 16, 64, device=device, dtype=dtype)
-    working, failing, reasons = [], [], ""
+    working = []
+    failing = []
+    reasons = ""
     for name, kernel in KERNELS.items():
         with warnings.catch_warnings(record=True) as messages, sdpa_kernel(kernel):
             warnings.simplefilter("always")

@@ -5,8 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 440.0, 206.0
-LEFT, RIGHT, TOP, BOTTOM = 50.0, 430.0, 10.0, 168.0
+WIDTH = 440.0
+HEIGHT = 206.0
+LEFT = 50.0
+RIGHT = 430.0
+TOP = 10.0
+BOTTOM = 168.0
 # the page's and the picture's colours on paper; the dark ones stand in the page
 LIGHT = {
     "paper": "#f6f7f9",
@@ -87,7 +91,8 @@ class Axis:
 
     def at(self, value: float) -> float:
         """The pixel of a value; outside ones are at the edge."""
-        low, high = self.low, self.high
+        low = self.low
+        high = self.high
         if self.logarithmic:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
         part = min(1.0, max(0.0, (value - low) / (high - low)))
@@ -196,7 +201,8 @@ def is_on(axis: Axis, value: float) -> bool:
 
 def legend(curve: Curve) -> list[tuple[str, str]]:
     """(name, value) of each level; of those that the axis leaves out, on which side they are."""
-    axis, rows = value_axis(curve), []
+    axis = value_axis(curve)
+    rows = []
     for name, value in (curve.levels or {}).items():
         if is_on(axis, value):
             side = ""

@@ -18,7 +18,8 @@ from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
 from core.testing import LiveBytes
 
-COLUMN_WIDTH, TITLE_WIDTH = 9, 14
+COLUMN_WIDTH = 9
+TITLE_WIDTH = 14
 COLUMNS = (
     "parameters",
     "gradients",

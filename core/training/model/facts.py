@@ -182,6 +182,7 @@ def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
                 False,
                 f"rotary_scaling={dict(scaling)}: {str(error).removeprefix('RotaryScaling: ')}",
             )
+    # `position_type` looks a style up; an unknown one has been told above
     known_style = values["style"] in (None, *gpt.STYLES) and values["preset"] in (
         None,
         *gpt.PRESETS,
@@ -219,6 +220,7 @@ def scaling_of(table: Mapping[str, Any]) -> RotaryScaling:
     arguments = dict(table)
     original = arguments.get("original_max_position_embeddings")
     if isinstance(original, float):
+        # numbers of a table are read as floats
         arguments["original_max_position_embeddings"] = int(original)
     return RotaryScaling(**arguments)
 

@@ -17,7 +17,8 @@ from core.training.model.config import ModelConfig
 
 _GROUP = "model/"
 _POSITIONS = "embedding.position_embeddings.weight"
-_TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_TABLE = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
 _SHOWN = 8
 
 

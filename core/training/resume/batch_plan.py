@@ -100,7 +100,8 @@ class PlannedBatches:
     """A source's batches as the plan of the moment has them; `plan()` may change when a checkpoint is loaded."""
 
     def __init__(self, source: BatchSource, plan: Callable[[], BatchPlan]) -> None:
-        self.source, self._plan = source, plan
+        self.source = source
+        self._plan = plan
 
     def batch(self, step: int, rank: int = 0, size: int = 1) -> Mapping[str, Tensor]:
         """The rows of data rank `rank` of `size` in a step. Raises ValueError: a source that knows steps only."""

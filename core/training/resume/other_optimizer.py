@@ -16,7 +16,8 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.training.config import RunConfig
 
-_GROUP, MAIN = "optimizer/", "main"
+_GROUP = "optimizer/"
+MAIN = "main"
 
 
 def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) -> str | None:

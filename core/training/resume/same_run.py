@@ -32,6 +32,7 @@ def changes_of_order(
     """ "data" or "batch" -> what of it differs, in words. Raises ValueError: something that is not `allowed`."""
     # another order of the data would repeat some samples and skip others, silently
     changed: dict[str, list[str]] = {}
+    # only what was saved: a fact that newer versions know is not in old checkpoints
     for name, value in saved.items():
         if here.get(name) != value:
             change = "batch" if name == "global_batch_size" else "data"
@@ -85,6 +86,7 @@ def refuse_another_run(
     changes_of_order(url, saved, current, run.checkpoint.change)
     if run.model.build is None:
         model = description_of(**run.model.arguments(tokens, run.data.sequence_length))
+        # silent: an allowed change is told when the checkpoint is loaded
         compare_models(url, model, run.checkpoint.change, lambda line: None)
     refuse_other_optimizer(run, url, ps)
 

@@ -62,10 +62,12 @@ class Checkpoints(AbstractContextManager):
         self._order = order_of(data, training, order)
         self.plan = BatchPlan(global_batch_size=training.global_batch_size, ramp=training.ramp)
         self._model: Mapping[str, Any] | None = dict(run or {}).get("model")
-        self._terminated, self.stopped = False, False
+        self._terminated = False
+        self.stopped = False
         self._stop_flag = StopFlag(ps)
         self._saved_step: int | None = None
-        self._previous_save_failed, self._average_begins = False, False
+        self._previous_save_failed = False
+        self._average_begins = False
         self._previous_handlers: dict[int, Any] = {}  # of signals
         folder = config.export_huggingface
         if folder is None:

@@ -20,7 +20,8 @@ from core.training.run.evaluate import next_token_loss
 from core.training.run.loop import FirstStep
 
 # of a first step that one process repeats on a CPU after the run: some GB of memory, a minute or so
-MOST_PARAMETERS, MOST_FLOP = 200_000_000, 1e13
+MOST_PARAMETERS = 200_000_000
+MOST_FLOP = 1e13
 
 
 def first_step_alone(

@@ -73,7 +73,8 @@ def evaluate_text(
     executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int
 ) -> TextLoss:
     """Forward over all batches of a text of so many bytes. Collective: every rank calls it."""
-    loss_sum, tokens = 0.0, 0
+    loss_sum = 0.0
+    tokens = 0
     for batch in batches:
         result = executor.evaluate(batch, next_token_loss)
         loss_sum = loss_sum + float(result.loss_sum)

@@ -26,7 +26,8 @@ class LayerCache:
         The mask is None where no sequence is padded: attention is causal then. True = masked out.
         Raises ValueError: more tokens than positions.
         """
-        new, start = k.shape[2], self.length
+        new = k.shape[2]
+        start = self.length
         if start + new > self.positions:
             raise ValueError(
                 f"a cache of {self.positions} positions holds {start} tokens; {new} more do not fit"

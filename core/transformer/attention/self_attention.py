@@ -123,7 +123,8 @@ class CoreAttention(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float
     ) -> Tensor:
-        queries, keys = q.shape[2], k.shape[2]
+        queries = q.shape[2]
+        keys = k.shape[2]
         visible = None if attention_mask is None else ~attention_mask
         causal = False
         # a branch: compiled code with lengths that vary has no bool of them

@@ -45,6 +45,7 @@ class _Attach(torch.autograd.Function):
         else:
             scale = ctx.stage.scale_of_plain_loop
         if ctx.driven and ctx.stage.averaged_over is not None:
+            # the program takes means over microbatches of means over tokens, where we sum
             scale = scale / (ctx.stage.averaged_over * ctx.positions)
         if scale is None:
             scale = 1 / ctx.positions
@@ -68,6 +69,7 @@ def follow_loss(loss: Tensor, stage: StageContext, *, is_models: bool) -> None:
         return
 
     def remember(gradient: Tensor) -> None:
+        # tokens without a label have gradient 0; all others have the same one
         stage.scale_of_plain_loop = gradient.sum() / gradient.count_nonzero().clamp(min=1)
 
     loss.register_hook(remember)
@@ -137,6 +139,7 @@ class Balance:
         """Rows per expert: [b, E], or [1, E] of the microbatch. Rows are [s, b], flattened, with k experts each."""
         positions = routing.experts.shape[0]
         column = torch.arange(positions, device=routing.experts.device) % sequences
+        # a bin for each (sequence, expert), so that one scatter counts all of them
         cells = (column[:, None] * self._experts + routing.experts).reshape(-1)
         counts = torch.zeros(
             sequences * self._experts, dtype=routing.scores.dtype, device=cells.device
@@ -146,6 +149,7 @@ class Balance:
         if not self._of_sequence:
             counts = counts.sum(0, keepdim=True)
         groups = [group for name in ("tp", "cp") if (group := self._ps.group(name)) is not None]
+        # a sum needs the one before it: only the last can be left under way
         for group in groups[:-1]:
             counts = all_reduce(counts, group)
         return start_all_reduce(counts, groups[-1] if groups else None)

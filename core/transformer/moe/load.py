@@ -157,7 +157,8 @@ class Loads:
         sums = self._over_ranks(torch.cat((rows, losses), 1)).tolist()
         received = torch.tensor([counts.most_received for counts in self._last], device=device)
         most = self._over_ranks(received, "max").tolist()
-        experts, loads = rows.shape[1], []
+        experts = rows.shape[1]
+        loads = []
         for router, summed, most_received in zip(self.routers, sums, most, strict=True):
             of_experts = summed[:experts]
             of_losses = summed[experts:]

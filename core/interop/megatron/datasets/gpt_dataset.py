@@ -16,7 +16,8 @@ from torch import Tensor
 from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
 from core.interop.megatron.datasets.utils import Split, split_bounds
 
-_MOCK_DOCUMENTS, _MOCK_MAX_LENGTH = 100_000, 4096
+_MOCK_DOCUMENTS = 100_000
+_MOCK_MAX_LENGTH = 4096
 # from this part on the last epoch is shuffled with the others
 _NEARLY_FULL_EPOCH = 0.8
 
@@ -187,7 +188,8 @@ class GPTDataset(torch.utils.data.Dataset):
             if end > position:
                 offset = position - int(starts[number])
                 pieces.append(self.source.get(int(documents[number]), offset, end - position))
-            position, number = end, number + 1
+            position = end
+            number = number + 1
         return torch.from_numpy(np.concatenate(pieces).astype(np.int64))
 
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:

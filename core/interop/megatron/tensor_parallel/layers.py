@@ -37,7 +37,8 @@ def _draw(layer: Any, init_method: InitMethod | None) -> None:
         raise ValueError(
             "a layer of its own needs init_method, such as torch.nn.init.xavier_normal_"
         )
-    ps, weight = current_state(), layer.weight
+    ps = current_state()
+    weight = layer.weight
     layout = layout_of(weight)
     full_weight = torch.empty(layout.shape, dtype=weight.dtype)
     # every rank draws the same full weight, and keeps its rows or columns: equal for every number of tensor ranks

@@ -16,7 +16,8 @@ from core.models.huggingface.family.rope import (
 )
 from core.transformer.transformer_config import RotaryConfig, TransformerConfig
 
-_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_GLOBAL = "full_attention"
+_LOCAL = "sliding_attention"
 # where a configuration does not say
 _BASES = {_GLOBAL: 1_000_000.0, _LOCAL: 10_000.0}
 

@@ -181,6 +181,7 @@ class LlamaLike:
     def layer_types(self, facts: Facts) -> list[str]:
         """Of each layer "sliding_attention" or "full_attention", where a window is by layer."""
         by_layer = facts.get("layer_types")
+        # as transformers' Qwen2Config: its default, and the first layers see everything
         first = facts.get("max_window_layers", 28)
         if by_layer is not None:
             return list(by_layer)

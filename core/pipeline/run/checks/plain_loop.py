@@ -110,7 +110,8 @@ class ScaleWatch:
         if is_watched_step(self._steps):
             self._compare_factors()
         self._steps += 1
-        self._samples, self._factor = [], None
+        self._samples = []
+        self._factor = None
         if not is_watched_step(self._steps):
             return False
         self._samples = SampledElements.of_smallest(dict.fromkeys(parameters_of(self._modules)))

@@ -119,7 +119,8 @@ class SumsWatch:
         remedy = "divide p.grad by result.num_tokens before its step"
         silence = "return 1 / num_microbatches as its count"
         if takes_tokens:
-            remedy, silence = "call optimizer.step(result.num_tokens)", "call step(num_tokens=1)"
+            remedy = "call optimizer.step(result.num_tokens)"
+            silence = "call step(num_tokens=1)"
         warnings.warn(
             f"{type(optimizer).__name__}.step() updates by a sum of losses over {num_tokens:g} tokens, as the "
             f"executor's step left it: {num_tokens:g} times the gradient of the mean over 1. {remedy[0].upper()}"

@@ -25,7 +25,9 @@ from core.pipeline.schedule.lower import RankPlan
 # A header is int64: kind of form, bytes of a description, dtype, number of dims, sizes ...; after it the batch's rows
 HEADER_LENGTH = 4 + MAX_DIMS
 # Kinds of form: any nesting (a pickled description follows); one tensor without, and with, a gradient
-ANY_NESTING, ONE_CONSTANT, ONE_WITH_GRAD = 0, 1, 2
+ANY_NESTING = 0
+ONE_CONSTANT = 1
+ONE_WITH_GRAD = 2
 
 _TENSOR_NESTING = pytree.tree_flatten(0)[1]
 

@@ -30,7 +30,8 @@ def _from_patterns(
         stage_of_chunk = (rank, 2 * ranks - 1 - rank)
         next_microbatch = Counter[str]()  # by kind and chunk
         for word in pattern(rank, count).split():
-            kind, chunk = word[0], word[1:]
+            kind = word[0]
+            chunk = word[1:]
             halves = "IW" if kind == "B" else kind
             yield Action(kind, stage_of_chunk[int(chunk)], next_microbatch[halves[0] + chunk])
             next_microbatch.update(half + chunk for half in halves)
@@ -111,7 +112,8 @@ def _first_units(
 ) -> dict[str, int]:
     """The unit of time in which microbatch 0 does each leg on a rank; see `_repeat_building_block`."""
     last = ranks - 1
-    first_units, begin = {}, 0
+    first_units = {}
+    begin = 0
     for leg, offset, pause in zip(LEGS, offsets, (*pauses, 0), strict=True):
         goes_down = leg in ("F0", "I1")
         # from the leg's first rank

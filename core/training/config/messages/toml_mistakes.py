@@ -50,7 +50,8 @@ def _of_setting(key: str, value: str, words: str, above: Sequence[str]) -> str:
     lines: list[int] = []
     for number, other in enumerate(above, 1):
         if header := _HEADER.match(other):
-            section, lines = header[1], []
+            section = header[1]
+            lines = []
         elif (earlier := _SETTING.match(other)) and earlier[1] == key:
             lines.append(number)
     name = f"{section}.{key}" if section else key

@@ -34,13 +34,12 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         train_files = [(None, shards.open(0))] if shards is not None else _open_files(data.train)
         valid_files = _open_files(data.valid)
         first_file = train_files[0][1]
-        if data.tokenizer is not None:
-            tokenizer_file = Path(data.tokenizer)
-        else:
-            tokenizer_file = tokenizer_path(first_file.prefix)
+        # `_document_end` refuses a file that another tokenizer made
         if data.tokenizer is None:
+            tokenizer_file = tokenizer_path(first_file.prefix)
             tokenizer = tokenizer_of(first_file)
         else:
+            tokenizer_file = Path(data.tokenizer)
             end_of_text = None
             if first_file.card is not None:
                 end_of_text = first_file.card.end_of_text
@@ -117,6 +116,7 @@ def _refuse_different_texts(corpus: Corpus, parallel: ParallelState) -> None:
     }
     for name, parts in corpus.valid_sets.items():
         local_order[f"valid_sets.{name}"] = [file_hash(source) for _, source in parts]
+    # every rank compares all, so that all raise, and none waits for one that has left
     first, *others = all_gather_objects(local_order, parallel.world)
     for rank, order in enumerate(others, 1):
         differences = [
