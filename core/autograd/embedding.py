@@ -34,8 +34,10 @@ def _add_rows(
     if target is None:
         if is_full_table:
             return torch.ops.aten.embedding_dense_backward(gy, local_ids, rows, -1, False)
+        # ids of other ranks are `rows`, the padding index: they add nothing
         return torch.ops.aten.embedding_dense_backward(gy, local_ids, rows + 1, rows, False)[:rows]
     if not is_full_table:
+        # ids of other ranks add zeros to the last row
         gy = gy.masked_fill((local_ids == rows)[:, None], 0)
         local_ids = local_ids.clamp_max(rows - 1)
     target.index_add_(0, local_ids, gy.to(target.dtype))
@@ -147,13 +149,13 @@ def deferred_embedding(
     """ids [...] -> [..., h]: rows of `weight` [n, h]. Unless `is_full_table`, it is the shard [first, first + n)
     of a larger table, and ids outside it give zero rows (to be summed over the ranks by `comm`)."""
     if torch.compiler.is_compiling():
-        return _eagerly(ids, weight, first, is_full_table, stage, comm)
+        return _outside_compiled_graph(ids, weight, first, is_full_table, stage, comm)
     y: Tensor = _DeferredEmbedding.apply(ids, weight, first, is_full_table, stage, comm)
     return y
 
 
 @torch.compiler.disable
-def _eagerly(
+def _outside_compiled_graph(
     ids: Tensor, weight: Parameter, first: int, is_full_table: bool, stage: StageContext, comm: Comm
 ) -> Tensor:
     """A break in the compiled graph: a lookup has nothing to be fused with."""

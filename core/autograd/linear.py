@@ -295,7 +295,7 @@ def deferred_linear(
             compiled = _compiled_linear(x, weight, bias, stage)
             if compiled is not None:
                 return compiled
-        return _eagerly(x, weight, bias, stage, comm)
+        return _outside_compiled_graph(x, weight, bias, stage, comm)
     # For generated tokens a Function's own overhead counts. Not where the forward has collectives: they would drop
     # the tangents of forward-mode differentiation without a word.
     is_local = comm.before_forward is None and comm.after_forward is None
@@ -309,7 +309,7 @@ def deferred_linear(
 
 
 @torch.compiler.disable
-def _eagerly(
+def _outside_compiled_graph(
     x: Tensor, weight: Parameter, bias: Parameter | None, stage: StageContext, comm: Comm
 ) -> Tensor:
     """A graph break: collectives around the product are not traced."""

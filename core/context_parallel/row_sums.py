@@ -127,7 +127,7 @@ class _Sums(Follower):
             outcome: Finding | Followed | str | float | None = _selected(name, args, result)
             outcome = (
                 outcome
-                or _lost(name, args, kwargs, result)
+                or _follow_loss(name, args, kwargs, result)
                 or outcome_of(func, name, args, kwargs, result)
             )
         except Exception:
@@ -334,7 +334,9 @@ def _own_rows(result: Tensor) -> Axes:
     return (((result.shape[0], True),),)
 
 
-def _lost(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Followed | float | None:
+def _follow_loss(
+    name: str, args: tuple, kwargs: dict[str, Any], result: Any
+) -> Followed | float | None:
     """A loss of torch's: by what it divided, or its elements' axes."""
     if name not in _BY_CLASS and name not in _BY_ELEMENT:
         return None

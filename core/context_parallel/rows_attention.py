@@ -60,6 +60,7 @@ class RowsOfRing:
         queries = torch.from_numpy(self._rows(self.rank)[piece.queries]).to(
             q.device, non_blocking=True
         )
+        # a key is hidden before the query's document and after the query
         begin = self.documents.begin[:, piece.queries, None]
         hidden = (keys < begin) | (keys > queries[:, None])
         return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
@@ -95,6 +96,7 @@ class Attended:
             part = q[:, :, queries], k[:, :, keys], v[:, :, keys]
             out, logsumexp = attend(*part, causal=piece.causal, bias=bias, scale=rows.scale)
             if block is not rows.own:
+                # a softmax over more keys, from two over fewer: weighted by their logsumexp
                 merge(self._out[:, :, queries], self._logsumexp[:, :, queries], out, logsumexp)
             elif out.shape == q.shape:  # all rows at once
                 self._out = out.to(self._dtype)

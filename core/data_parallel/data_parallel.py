@@ -94,6 +94,7 @@ class DataParallel(GradSync):
         self.zero_stage = zero_stage
         self.backward_passes = backward_passes
         self.require_gradients = require_gradients
+        # puts new parameters in the place of those on meta: before anybody notes one
         on_meta = allocate_from_meta(module, ps)
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
         self._take_over()
@@ -109,11 +110,11 @@ class DataParallel(GradSync):
             reduce_dtype=reduce_dtype,
         )
         if on_meta:
+            # module by module, into the buckets: at stage 3 no rank ever holds the whole model
             fill_all(module, ps, on_meta, self.buffers, init)
         if overlap is None:
             overlap = overlap_pays(self.buffers, ps.device, zero_stage, backward_passes)
         self.overlap = overlap
-
         slots = make_slots(self.buffers, self._names)
         self._stages = [members.module for members in stages.values()]
         self._follow(list(stages.values()), slots)
@@ -239,6 +240,7 @@ class DataParallel(GradSync):
         self._gradient_sums.finish()
         for buffer in self.buffers:
             buffer.complete()
+        # parameters that several ranks of a model hold, each with a part of the gradient (`Layout.partial`)
         for name, views in self._partial.items():
             sum_views(views, self.ps.group(name))
         gathers = [buffer.start_gather_gradients() for buffer in self.buffers]
@@ -352,6 +354,7 @@ class DataParallel(GradSync):
         set_to_none: as in torch, a parameter that gets no gradient before the next step is not updated in it; with
         False those that had one have zeros, and decay.
         """
+        # sums under way still write into the gradients
         self._gradient_sums.give_up()
         for buffer in self.buffers:
             buffer.zero()

@@ -179,7 +179,7 @@ class GradientSums:
         if self.split:
             self._hooked.append(slot)
         else:
-            self._arrive(slot)
+            self._count_arrival(slot)
 
     def contribute(self, slot: ParameterSlot, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, inside of a backward."""
@@ -237,7 +237,7 @@ class GradientSums:
         ]
         # all were gathered above: two parameters may have exchanged their gradients
         for slot, full in borrowed:
-            self._put(slot, full, factor)
+            self._store_and_note(slot, full, factor)
             slot.parameter.grad = slot.gradient
             slot.fetched, changed, slot.delivered = None, True, True
         with torch._C.DisableTorchFunctionSubclass():
@@ -245,9 +245,9 @@ class GradientSums:
                 gradient = slot.parameter.grad
                 if type(gradient) is BucketGradient:
                     if slot.fetched is not None and not (factor == 1.0 and is_as_it_was(slot)):
-                        self._put(slot, slot.fetched, factor)
+                        self._store_and_note(slot, slot.fetched, factor)
                 elif gradient is not None:
-                    self._put(slot, gradient, factor)
+                    self._store_and_note(slot, gradient, factor)
                     changed, slot.delivered = True, True
                 elif slot.shown:
                     self.changes.add(slot.index)
@@ -255,7 +255,7 @@ class GradientSums:
                     changed, slot.delivered, slot.zeroed = True, False, False
         return changed
 
-    def _put(self, slot: ParameterSlot, full: Tensor, factor: float) -> None:
+    def _store_and_note(self, slot: ParameterSlot, full: Tensor, factor: float) -> None:
         # other ranks hold other experts
         if "dp-cp" in layout_of(slot.parameter).gradient_groups:
             self.changes.add(slot.index)
@@ -279,7 +279,7 @@ class GradientSums:
                     borrowed.append((slot, gradient))
         return borrowed
 
-    def _arrive(self, slot: ParameterSlot, *, may_start: bool = True) -> None:
+    def _count_arrival(self, slot: ParameterSlot, *, may_start: bool = True) -> None:
         """One pair has delivered all to a parameter; may_start: complete buckets are reduced at once."""
         round_, buffer = slot.round or self._current_round, slot.buffer
         try:
@@ -333,13 +333,13 @@ class GradientSums:
             for slot in gradient_hooked:
                 if id(slot.parameter) not in delivered_by_w:
                     # sums start in W, where all ranks are at the same stage
-                    self._arrive(slot, may_start=False)
+                    self._count_arrival(slot, may_start=False)
 
     def ready(self, parameter: Parameter) -> None:
         """W has added the last contribution of this pair to `parameter`."""
         slot = self._slot_of[id(parameter)]
         slot.delivered = True
-        self._arrive(slot)
+        self._count_arrival(slot)
 
     def before_weight_grad(self, stage: nn.Module) -> None:
         """ZeRO stages 2, 3: W of a pair is a round."""

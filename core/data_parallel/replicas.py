@@ -24,7 +24,7 @@ _ODD = (
 Key = tuple[str, Any, int]
 
 
-def _key(
+def _shard_key(
     name: str, parameter: Tensor, ps: ParallelState, interval: tuple[int, int] | None = None
 ) -> Key:
     """Equal on two ranks exactly when their shards must be equal: the name, the box, the elements of it, the stage.
@@ -84,7 +84,7 @@ def check_shards(buffers: Sequence[Buffer], module: Modules, ps: ParallelState) 
     frozen parameters, which nobody divides."""
     segments = [(buffer.weights, segment) for buffer in buffers for segment in buffer.segments]
     tensors = [
-        (_key(s.name, s.parameter, ps, s.interval), weights[slice(*s.span)])
+        (_shard_key(s.name, s.parameter, ps, s.interval), weights[slice(*s.span)])
         for weights, s in segments
     ]
     divided_ids = set()
@@ -104,7 +104,7 @@ def _keyed_parameters(
     named: Iterable[tuple[str, Tensor]], ps: ParallelState
 ) -> list[tuple[Key, Tensor]]:
     return [
-        (_key(name, p, ps), true_part(p.detach(), layout_of(p), ps.coordinate, ps.sizes))
+        (_shard_key(name, p, ps), true_part(p.detach(), layout_of(p), ps.coordinate, ps.sizes))
         for name, p in named
     ]
 

@@ -113,6 +113,7 @@ class GPTBatches:
         and all ranks the same number of batches: add up losses, a mean over a batch may be 0/0.
         Raises `ValueError` if the batch does not divide or the rank is not below size.
         """
+        # the same share of every batch, also of the last, which reaches beyond the text
         local_rows = share(batch_size, rank, size)
         batch_starts = range(0, self.num_samples, batch_size)
         return (

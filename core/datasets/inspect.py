@@ -33,7 +33,7 @@ def facts(file: TokenFile, sample: int = 100) -> dict[str, Any]:
         "dtype": str(file.dtype),
         "bin_bytes": bin_path.stat().st_size,
         "idx_bytes": idx_path.stat().st_size,
-        "document_tokens": _lengths(file),
+        "document_tokens": _document_lengths(file),
         "card": None if card is None else str(card_path(file.prefix)),
     }
     if card is not None:
@@ -47,10 +47,10 @@ def facts(file: TokenFile, sample: int = 100) -> dict[str, Any]:
             "bin_sha256": card.bin_sha256,
             "idx_sha256": card.idx_sha256,
         }
-    return values | {"sample": _sample(file, sample)}
+    return values | {"sample": _sample_text(file, sample)}
 
 
-def _lengths(file: TokenFile) -> dict[str, Any]:
+def _document_lengths(file: TokenFile) -> dict[str, Any]:
     """Tokens of the documents: shortest, longest, mean; how many of them were read for it."""
     count = file.num_documents
     if not count:
@@ -68,7 +68,7 @@ def _lengths(file: TokenFile) -> dict[str, Any]:
     }
 
 
-def _sample(file: TokenFile, count: int) -> str | None:
+def _sample_text(file: TokenFile, count: int) -> str | None:
     """The first tokens as text, None where nothing says which tokenizer they are of."""
     if count < 1 or file.card is None:
         return None

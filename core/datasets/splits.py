@@ -138,7 +138,7 @@ def split_documents(
     tokens; a part with a weight has at least one document, a part without is None. Costs O(log documents).
     Raises `ValueError` on a bad split, or if there are fewer documents than parts.
     """
-    weights = _weights(split)
+    weights = _split_weights(split)
     requested = [weight > 0 for weight in weights]
     if file.num_documents < sum(requested):
         raise ValueError(
@@ -161,7 +161,7 @@ def split_documents(
     return train, valid, test
 
 
-def _weights(split: str) -> list[float]:
+def _split_weights(split: str) -> list[float]:
     """Three numbers, not all 0."""
     try:
         weights = [float(text) for text in split.split(",")]

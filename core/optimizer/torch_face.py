@@ -138,6 +138,7 @@ class TorchFace(torch.optim.Optimizer):
                 local_interval = None
                 if kind in local_kinds:
                     local_interval = local_kinds[kind].interval
+                # an interval tells layouts apart that give equal shapes
                 if local_interval != interval:
                     raise ValueError(
                         f"load_state_dict: {kind} of {name} holds elements {interval}, this rank holds "

@@ -100,6 +100,7 @@ class ParallelConfig:
                 "leave ulysses out, or use cp_comm_type=a2a+p2p",
             )
             return
+        # 1 and all of them are "p2p" and "a2a"
         inner = divisors(context)[1:-1]
         yield (
             ulysses in inner,
@@ -136,6 +137,7 @@ class ParallelConfig:
 
     def _world_rules(self, world: int) -> Iterator[tuple[bool, str]]:
         ranks = self.model_ranks
+        # for the message: sizes of the world that would do, then sizes of tensor that this world allows
         next_smaller = world // ranks * ranks
         if next_smaller:
             nearest = f"{next_smaller} or {next_smaller + ranks}"
@@ -160,6 +162,7 @@ class ParallelConfig:
             self.data in (None, data),
             f"data={self.data} x {ranks} model ranks is not the world size {world}; leave data out or use {data}",
         )
+        # experts are spread over the ranks of one stage, whatever these share of dense layers
         folded = data * self.context * self.tensor
         yield (
             folded % self.expert == 0,

@@ -175,7 +175,9 @@ def _describe_excess(outcome: Simulation, limit: float, named: Sequence[Simulati
     )
 
 
-def _write(options: argparse.Namespace, plain: Schedule, outcome: Simulation, title: str) -> None:
+def _write_files(
+    options: argparse.Namespace, plain: Schedule, outcome: Simulation, title: str
+) -> None:
     texts: dict[str, Callable[[], str]] = {
         "svg": lambda: draw_svg(outcome.played.timeline, title),
         "trace": lambda: draw_trace(outcome.played.timeline),
@@ -191,7 +193,7 @@ def _write(options: argparse.Namespace, plain: Schedule, outcome: Simulation, ti
             print(f"wrote {path}{note}")
 
 
-def _search(options: argparse.Namespace, costs: Costs) -> Schedule:
+def _searched_schedule(options: argparse.Namespace, costs: Costs) -> Schedule:
     """What `schedule="auto"` finds for these costs, and how it compares."""
     chunks = 2 if options.chunks is None else options.chunks
     stages = auto_placement(options.stages, chunks)
@@ -235,7 +237,7 @@ def _run(options: argparse.Namespace) -> None:
         print(f"{title}\n{table(all_named(), limit)}", end="")
         return
     if options.schedule == "auto":
-        plain = _search(options, costs)
+        plain = _searched_schedule(options, costs)
     else:
         plain = make(options.schedule, ranks, microbatches, options.chunks)
     outcome = outcome_of(plain)
@@ -249,7 +251,7 @@ def _run(options: argparse.Namespace) -> None:
         f"peak memory {' '.join(f'{peak:.3g}' for peak in played.peaks)} (rank 0, 1 ..., in full microbatches)"
     )
     # before the limit is judged: a schedule that is over it can be looked at
-    _write(options, plain, outcome, f"{plain.name}, {title}")
+    _write_files(options, plain, outcome, f"{plain.name}, {title}")
     if not outcome.fits(limit):
         raise ValueError(_describe_excess(outcome, limit, all_named()))
 

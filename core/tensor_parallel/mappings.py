@@ -39,6 +39,7 @@ def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(function)
     def call(x: Tensor, group: Group | None, *args: Any, **options: Any) -> Tensor:
+        # asked at every call: the group of a layer may be None, and then compiled graphs go through
         breaks_graph = group is not None and torch.compiler.is_compiling()
         if breaks_graph:
             return without_compiler(x, group, *args, **options)

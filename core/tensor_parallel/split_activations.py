@@ -248,6 +248,7 @@ class SplitActivations(Follower):
     def _tell(self, finding: Finding) -> None:
         if finding.kind in self._told:
             return
+        # once per kind: an activation goes through the same lines in every layer
         self._told.add(finding.kind)
         if self._message:
             if len(self._told) == 1:

@@ -77,9 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "at least 0"
         )
     trained = find_trained(options.model, options.source, described="--config" in flags)
-    names, given = _texts(options.data, trained)
+    names, given = _texts_and_settings(options.data, trained)
     loaded = load_run(flags, defaults={**trained.settings, **given})
-    run = checked(replace(loaded, run=_fitted(loaded, options.max_batches)), started_processes())
+    run = checked(
+        replace(loaded, run=_with_small_batches(loaded, options.max_batches)), started_processes()
+    )
     with launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
         same_on_all_ranks(run)
         ps = ParallelState.build(run.parallel, device=device)
@@ -92,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stages = trained.load(run, corpus.tokenizer.vocab_size, ps)
         found = evaluate_texts(executor_of(stages, run, ps), corpus, ps)
         if ps.rank == 0:
-            _tell(
+            _print_losses(
                 trained.url,
                 {names.get(name, name): text for name, text in found.items()},
                 options.json,
@@ -102,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _texts(
+def _texts_and_settings(
     prefixes: Sequence[str] | None, trained: Trained
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """(name of a validation text -> the prefix as it was given, settings that make them the only texts)."""
@@ -144,7 +146,7 @@ def _tokenizer_of_run(trained: Trained) -> str:
     return str(beside)
 
 
-def _fitted(loaded: Loaded, max_batches: int) -> RunConfig:
+def _with_small_batches(loaded: Loaded, max_batches: int) -> RunConfig:
     """The run with a batch of a few microbatches per rank, where no flag says otherwise."""
     run = loaded.run
     training = loaded.run.training
@@ -164,7 +166,7 @@ def _refuse_other_tokenizer(trained: Trained, corpus: Corpus) -> None:
         )
 
 
-def _tell(url: str, found: Mapping[str, TextLoss], as_json: bool, limited: bool) -> None:
+def _print_losses(url: str, found: Mapping[str, TextLoss], as_json: bool, limited: bool) -> None:
     rows = {}
     for name, text in found.items():
         values = {

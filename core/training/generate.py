@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"{started} processes for --parallel.tensor {options.tensor}; start as many: torchrun --nproc-per-node"
         )
-    how = Sampling(
+    sampling = Sampling(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
     )
     source = Path(options.source or options.model).expanduser()
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             load({"model": model.sharded_state_dict()}, options.model, ps=ps, cast=True)
         else:
             load_huggingface(model, source)
-        _write(model, tokenizer, options.prompt, options.new_tokens, how, ps)
+        _print_texts(model, tokenizer, options.prompt, options.new_tokens, sampling, ps)
         ps.leave()
         destroy_model_parallel()
     return 0
@@ -116,12 +116,12 @@ def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bo
         )
 
 
-def _write(
+def _print_texts(
     model: GPTModel,
     tokenizer: AnyTokenizer,
     prompts: list[str],
     new_tokens: int,
-    how: Sampling,
+    sampling: Sampling,
     ps: ParallelState,
 ) -> None:
     """Prints each text; of a single prompt each token as soon as it is known."""
@@ -146,7 +146,7 @@ def _write(
         model,
         tokens,
         new_tokens=new_tokens,
-        sampling=how,
+        sampling=sampling,
         stop=[tokenizer.end_of_text],
         on_token=stream if alone else None,
     )

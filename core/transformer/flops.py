@@ -18,7 +18,9 @@ def multiplications_per_token(
     layers = []
     for layer in range(config.num_layers):
         # a query meets sequence_length / 2 keys on average, in the scores and again in the values
-        keys = _visible(sequence_length, config.windows[layer] if config.windows else None)
+        keys = _mean_visible_keys(
+            sequence_length, config.windows[layer] if config.windows else None
+        )
         scores_and_values = round(2 * keys * heads * d)
         layers.append(projections + scores_and_values + _feed_forward(config, layer))
     return layers, h * vocab_size
@@ -37,7 +39,7 @@ def _feed_forward(config: TransformerConfig, layer: int) -> int:
     return h * (width * products + config.num_moe_experts)
 
 
-def _visible(sequence_length: int, window: int | None) -> float:
+def _mean_visible_keys(sequence_length: int, window: int | None) -> float:
     """Keys that a query sees, on average over the sequence; with a window the first queries see fewer."""
     if window is None or window >= sequence_length:
         return sequence_length / 2

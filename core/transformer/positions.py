@@ -142,6 +142,7 @@ class RotaryPerLayer(nn.Module):
 
     def forward(self, s: int, position_ids: Tensor | None) -> LayerTables:
         """By the layers' global numbers: what `Rotary` gives, None where a layer does not rotate."""
+        # each different table is cut once, not once per layer
         tables = {name: child(s, position_ids) for name, child in self.named_children()}
         return [None if name is None else tables[name] for name in self._names]
 

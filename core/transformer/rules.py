@@ -17,13 +17,13 @@ def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterato
     pp = parallel.pipeline
     heads = config.num_attention_heads
     groups = config.groups
-    yield _divides("num_attention_heads", heads, tp, heads)
-    yield _divides("num_query_groups", groups, tp, groups)
+    yield _divides_rule("num_attention_heads", heads, tp, heads)
+    yield _divides_rule("num_query_groups", groups, tp, groups)
     # experts are whole on each tensor rank
     if not all(map(config.has_experts, range(config.num_layers))):
-        yield _divides("ffn_hidden_size", config.ffn, tp, config.ffn)
+        yield _divides_rule("ffn_hidden_size", config.ffn, tp, config.ffn)
     if (shared := config.moe_shared_expert_intermediate_size) is not None:
-        yield _divides("moe_shared_expert_intermediate_size", shared, tp, shared)
+        yield _divides_rule("moe_shared_expert_intermediate_size", shared, tp, shared)
     yield from _context_rules(config, parallel)
     yield from _expert_rules(config, parallel.expert)
     yield (
@@ -94,7 +94,7 @@ def knows_context(part: object) -> bool:
     return bool(getattr(part, "__dict__", {}).get("knows_context", False))
 
 
-def _divides(name: str, size: int, tp: int, limit: int) -> tuple[bool, str]:
+def _divides_rule(name: str, size: int, tp: int, limit: int) -> tuple[bool, str]:
     valid = ", ".join(str(d) for d in range(1, 65) if limit % d == 0)
     return (
         size % tp == 0,

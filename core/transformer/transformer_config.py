@@ -158,7 +158,7 @@ class TransformerConfig:
         yield (
             self.kv_channels is not None or heads < 1 or hidden % heads == 0,
             f"hidden_size={hidden} does not divide by num_attention_heads={heads}; use "
-            f"{_near(hidden, heads)}, or give kv_channels",
+            f"{_nearest_sizes(hidden, heads)}, or give kv_channels",
         )
         yield (
             groups < 1 or heads % groups == 0,
@@ -277,7 +277,7 @@ class TransformerConfig:
         return self.init_method_std / sqrt(2 * self.num_layers)
 
 
-def _near(hidden: int, heads: int) -> str:
+def _nearest_sizes(hidden: int, heads: int) -> str:
     heads = max(1, heads)  # another rule refuses fewer than one
     below = hidden // heads * heads
     if below:

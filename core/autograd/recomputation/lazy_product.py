@@ -244,7 +244,9 @@ def _postpone(func: Any, leaves: list, spec: Any, first_lazy: LazyProduct) -> Te
 
     meta = first_lazy._meta
     # what torch makes of the shapes, asked of meta tensors, which cost no memory
-    if func.overloadpacket not in _SUMS or not all(_fits(leaf, meta) for leaf in leaves):
+    if func.overloadpacket not in _SUMS or not all(
+        _keeps_shape_and_dtype(leaf, meta) for leaf in leaves
+    ):
         meta = _apply(func, [_on_meta(leaf) for leaf in leaves], spec)
     collective = any(isinstance(leaf, LazyProduct) and leaf._collective for leaf in leaves)
     return first_lazy._linears.make_lazy(
@@ -252,7 +254,7 @@ def _postpone(func: Any, leaves: list, spec: Any, first_lazy: LazyProduct) -> Te
     )
 
 
-def _fits(leaf: Any, meta: Tensor) -> bool:
+def _keeps_shape_and_dtype(leaf: Any, meta: Tensor) -> bool:
     """An operand that changes no shape and no dtype: the common case, and torch's own answer takes 100 us."""
     if isinstance(leaf, Tensor):
         return (

@@ -87,7 +87,7 @@ class BufferCopies:
             # every rank may have run other branches: what one wrote, all send
             local_writes = []
             for key, tensor in tensors.items():
-                if not _equal(self._initial_values.get(key), tensor):
+                if not _is_unchanged(self._initial_values.get(key), tensor):
                     local_writes.append(key)
             self._initial_values = {}
             written: set[Key] = set()
@@ -135,5 +135,5 @@ class BufferCopies:
         self.enabled = False
 
 
-def _equal(before: Tensor | None, tensor: Tensor) -> bool:
+def _is_unchanged(before: Tensor | None, tensor: Tensor) -> bool:
     return before is not None and before.shape == tensor.shape and torch.equal(before, tensor)

@@ -22,17 +22,16 @@ def check_parts(module: Modules, ps: ParallelState) -> None:
     """
     wrong = []
     for name, parameter in named_parameters(module):
-        if has_layout(parameter) and tuple(parameter.shape) != layout_of(parameter).local_shape(
-            ps.sizes
-        ):
-            wrong.append(
-                (name, list(parameter.shape), list(layout_of(parameter).local_shape(ps.sizes)))
-            )
+        if not has_layout(parameter):
+            continue
+        part = layout_of(parameter).local_shape(ps.sizes)
+        if tuple(parameter.shape) != part:
+            wrong.append((name, list(parameter.shape), list(part)))
     if wrong:
-        name, shape, part = wrong[0]
+        name, shape, held_part = wrong[0]
         raise ValueError(
             f"{name} (and {len(wrong) - 1} more) is {shape}, and a rank of this layout (tp={ps.size('tp')}) holds "
-            f"{part} of it; build the layer with place=Placement.of(ps) of core.tensor_parallel"
+            f"{held_part} of it; build the layer with place=Placement.of(ps) of core.tensor_parallel"
         )
 
 
@@ -48,9 +47,11 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
     for bucket in table:
         for slot in bucket.slots:
             local_sizes[slot.name] = slot.stop - slot.start
+    # as a list: the order of the buckets must be equal too
     digest = blake2b(repr(list(local_sizes.items())).encode(), digest_size=16).hexdigest()
     hashes = all_gather_objects(digest, group)
     if len(set(hashes)) > 1:
+        # names only where they are needed for the message
         everyone = all_gather_objects(local_sizes, group)
     else:
         everyone = [local_sizes]

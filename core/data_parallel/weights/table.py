@@ -50,7 +50,7 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
             chosen = {}
             problems.append(error)
         if units == "layer":
-            chosen |= _blocks(module, chosen)
+            chosen |= _sequential_blocks(module, chosen)
         stages[number] = Members(module, chosen)
     # a single stage may lack some of the names
     if units != "layer" and len(problems) == len(stages):
@@ -73,7 +73,7 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
     return stages
 
 
-def _blocks(module: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def _sequential_blocks(module: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Layers that stand in an nn.Sequential (torchvision, timm): elements with modules of their own, the innermost
     such ones, where no chosen layer is inside or around."""
     blocks: dict[str, nn.Module] = {}

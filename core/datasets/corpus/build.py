@@ -167,7 +167,7 @@ def _jobs(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
     size = 0
     for chunk in chunks:
         job.append(chunk)
-        size += _size(chunk.content)
+        size += _content_size(chunk.content)
         if size >= CHUNK_BYTES:
             yield job
             job = []
@@ -176,7 +176,7 @@ def _jobs(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
         yield job
 
 
-def _size(content: bytes | Sequence[object]) -> int:
+def _content_size(content: bytes | Sequence[object]) -> int:
     if isinstance(content, bytes):
         return len(content)
     return sum(len(text) for text in content if isinstance(text, str))

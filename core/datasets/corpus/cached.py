@@ -55,7 +55,8 @@ def prepared_text(
     if not chats and len(text.sources) < _FEW_FILES:
         text = TextFiles(inputs=(name,), documents="paragraph")
     prefix = (
-        Path(directory) / f"{Path(name).resolve().stem}-{_key(text, tokenizer, vocab_size, chats)}"
+        Path(directory)
+        / f"{Path(name).resolve().stem}-{_cache_key(text, tokenizer, vocab_size, chats)}"
     )
     waited = 0.0
     while not _is_ready(prefix):
@@ -89,7 +90,9 @@ def _is_ready(prefix: Path) -> bool:
     return True
 
 
-def _key(text_files: TextFiles, tokenizer: str | Path | None, vocab_size: int, chats: bool) -> str:
+def _cache_key(
+    text_files: TextFiles, tokenizer: str | Path | None, vocab_size: int, chats: bool
+) -> str:
     """Of everything that the token file depends on."""
     if tokenizer is None:
         identity = f"learned {vocab_size}"
@@ -135,7 +138,7 @@ def _prepare(
             if chats:
                 tokenizer = ByteTokenizer()
             else:
-                tokenizer = _learned(text_files, vocab_size, report)
+                tokenizer = _learn_tokenizer(text_files, vocab_size, report)
         with progress("tokenising", text_files.num_bytes) as advance:
             if chats:
                 corpus = prepare_conversations(
@@ -153,7 +156,9 @@ def _prepare(
         release_lock(lock_name, lock)
 
 
-def _learned(text_files: TextFiles, vocab_size: int, report: Callable[[str], None]) -> AnyTokenizer:
+def _learn_tokenizer(
+    text_files: TextFiles, vocab_size: int, report: Callable[[str], None]
+) -> AnyTokenizer:
     # needs an extra
     from core.datasets.tokenizers.trained import train_tokenizer
 

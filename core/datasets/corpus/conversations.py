@@ -81,6 +81,7 @@ class ChatTemplate:
             ):
                 raise _UnusableRowError(_REWRITTEN)
             spans.append((len(before), len(through)))
+        # the template has written the special tokens already
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         # a token counts where all its characters lie in one answer
         answers = []
@@ -138,20 +139,21 @@ class ConversationEncoder:
     def encode(self, row: Any) -> Conversation:
         """Ends with the end of text, which after a prompt's answer is learned too. Raises `_UnusableRowError`."""
         if isinstance(row, dict) and "messages" in row:
-            return self._closed(self._chat(row["messages"], row.get("tools")))
+            return self._with_end_of_text(self._encode_chat(row["messages"], row.get("tools")))
         prompt = row.get("prompt") if isinstance(row, dict) else None
         answer = None
         if prompt is not None:
             answer = next((row[key] for key in ANSWERS if key in row), None)
         if isinstance(prompt, list) and isinstance(answer, list):
-            return self._closed(self._chat([*prompt, *answer], row.get("tools")))
+            return self._with_end_of_text(self._encode_chat([*prompt, *answer], row.get("tools")))
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise _UnusableRowError(_NEITHER)
+        # apart, so that no token is half prompt and half answer
         first, second = self._tokenizer.encode_batch([prompt, answer])
         second = [*second, self._tokenizer.end_of_text]
         return Conversation(first + second, [False] * len(first) + [True] * len(second))
 
-    def _chat(self, messages: Any, tools: Any) -> Conversation:
+    def _encode_chat(self, messages: Any, tools: Any) -> Conversation:
         if not isinstance(messages, list) or not messages:
             raise _UnusableRowError(_NEITHER)
         for message in messages:
@@ -180,7 +182,7 @@ class ConversationEncoder:
                 f"chats that the chat template refuses ({' '.join(str(error).split())})"
             ) from None
 
-    def _closed(self, chat: Conversation) -> Conversation:
+    def _with_end_of_text(self, chat: Conversation) -> Conversation:
         """With the end of text behind it, where the template writes none; what is learned is the template's end."""
         end = self._tokenizer.end_of_text
         if chat.tokens and chat.tokens[-1] == end:
@@ -214,7 +216,7 @@ def prepare_conversations(
         marks_answers=True,
     ) as writer:
         for chunk in text.chunks(writer.skipped):
-            for row in _rows(chunk.content, writer.skipped):
+            for row in _parsed_rows(chunk.content, writer.skipped):
                 try:
                     tokens, answers = encoder.encode(row)
                 except _UnusableRowError as error:
@@ -240,7 +242,7 @@ def prepare_conversations(
     )
 
 
-def _rows(content: Any, skipped: Counter[str]) -> Iterator[Any]:
+def _parsed_rows(content: Any, skipped: Counter[str]) -> Iterator[Any]:
     for line in content.split(b"\n"):
         if line.strip():
             try:

@@ -82,7 +82,7 @@ def prepare_default_corpus(
             "validation files; give more files or another fraction"
         )
     # what an earlier call with the same inputs wrote is reused
-    key = _key(sources, vocab_size, valid_fraction)
+    key = _corpus_key(sources, vocab_size, valid_fraction)
     figures = _reusable(directory, key) or _build(directory, sources, sides, vocab_size, key)
     return PreparedCorpus(
         **asdict(figures),
@@ -92,7 +92,7 @@ def prepare_default_corpus(
     )
 
 
-def _key(sources: SourceFiles, vocab_size: int, valid_fraction: float) -> str:
+def _corpus_key(sources: SourceFiles, vocab_size: int, valid_fraction: float) -> str:
     """Everything the result depends on, as one hash."""
     from core.datasets.tokenizers.trained import LIBRARY_VERSION
 
@@ -161,7 +161,7 @@ def _build(
         gzip_bits_per_byte=gzip_bits_per_byte(valid_text),
         unigram_bits_per_byte=unigram_bits_per_byte(valid_text),
     )
-    _commit(directory, key, figures)
+    _write_commit_file(directory, key, figures)
     return figures
 
 
@@ -187,7 +187,7 @@ def _encode(texts: Sequence[str], tokenizer: "Tokenizer") -> Iterator[list[int]]
         yield from tokenizer.encode_batch(texts[first : first + _TEXTS_AT_ONCE])
 
 
-def _commit(directory: Path, key: str, figures: _Figures) -> None:
+def _write_commit_file(directory: Path, key: str, figures: _Figures) -> None:
     """Write `corpus.json`, whose presence says that everything else is there; by rename, so never half."""
     content: dict[str, Any] = {
         "key": key,

@@ -77,7 +77,7 @@ class Encoder:
                 sections = list(cuts(text, CHUNK_BYTES))
                 texts += sections
                 ends += [False] * (len(sections) - 1) + [is_last]
-        tokens, counts = self._ids(texts, ends)
+        tokens, counts = self._ids_and_lengths(texts, ends)
         lengths = _document_lengths(counts, ends)
         return Encoded(tokens, lengths, continued, sum(map(len, texts)), dict(skipped))
 
@@ -85,7 +85,9 @@ class Encoder:
         """The texts of a chunk, UTF-8, without tokenising them."""
         return (text for text, _ in self._texts(chunk, Counter()))
 
-    def _ids(self, texts: list[bytes], ends: list[bool]) -> tuple[Ids, npt.NDArray[np.int64]]:
+    def _ids_and_lengths(
+        self, texts: list[bytes], ends: list[bool]
+    ) -> tuple[Ids, npt.NDArray[np.int64]]:
         """All tokens, and how many each text has, with the end of text where a document ends."""
         arrays: list[Ids]
         if isinstance(self.tokenizer, ByteTokenizer):

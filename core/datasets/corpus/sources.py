@@ -143,7 +143,7 @@ class _SourceSearch:
             # a dangling link, for one; reading it will say so
             size = 0
             regular = True
-        source = _source(path, name, size, self._globs, named=named)
+        source = _source_of_file(path, name, size, self._globs, named=named)
         if source is None:
             self.skipped[_OTHER_SUFFIX] += 1
         elif not regular:
@@ -160,7 +160,7 @@ class _SourceSearch:
         return True
 
 
-def _source(
+def _source_of_file(
     path: Path, name: str, size: int, globs: Sequence[str], *, named: bool
 ) -> TextSource | None:
     """None: not to be read."""

@@ -62,7 +62,7 @@ class LocalShards:
         """Shard `number`, brought if need be. Raises ValueError: it is not that of the list, it cannot be brought."""
         shard = self.manifest.shards[number]
         with self._locked(number):
-            file = self._here(number) or self._brought(number)
+            file = self._is_here(number) or self._bring(number)
             found = sampled_hash(file_paths(file.prefix)[0])
         if (file.num_tokens, found) != (shard.tokens, shard.hash):
             raise ValueError(
@@ -83,8 +83,8 @@ class LocalShards:
         def bring() -> None:
             # `open` tries again, and tells
             with contextlib.suppress(Exception), self._locked(number):
-                if self._here(number) is None:
-                    self._brought(number)
+                if self._is_here(number) is None:
+                    self._bring(number)
 
         self._ahead[number] = threading.Thread(target=bring, daemon=True)
         self._ahead[number].start()
@@ -92,20 +92,20 @@ class LocalShards:
     def keep(self, numbers: Collection[int]) -> None:
         """Remove the other shards that were fetched. Who has one open goes on reading it."""
         for number in range(len(self.manifest.shards)):
-            if number in numbers or not self._mark(number).exists():
+            if number in numbers or not self._mark_path(number).exists():
                 continue
             self._ahead.pop(number, None)
             prefix = self._prefix(number)
             beside = [card_path(prefix), Path(f"{prefix}.tokenizer.json")]
             # locked: another process needs it now; the next call comes by again
             with contextlib.suppress(LockedError), self._locked(number, wait=False):
-                for path in (*reversed(file_paths(prefix)), *beside, self._mark(number)):
+                for path in (*reversed(file_paths(prefix)), *beside, self._mark_path(number)):
                     path.unlink(missing_ok=True)
 
     def _prefix(self, number: int) -> Path:
         return self.directory / self.manifest.shards[number].name
 
-    def _mark(self, number: int) -> Path:
+    def _mark_path(self, number: int) -> Path:
         return Path(f"{self._prefix(number)}.fetched")
 
     @contextlib.contextmanager
@@ -134,13 +134,13 @@ class LocalShards:
         finally:
             release_lock(prefix, lock)
 
-    def _here(self, number: int) -> TokenFile | None:
+    def _is_here(self, number: int) -> TokenFile | None:
         try:
             return TokenFile(self._prefix(number))
         except FileNotFoundError:
             return None
 
-    def _brought(self, number: int) -> TokenFile:
+    def _bring(self, number: int) -> TokenFile:
         prefix = self._prefix(number)
         name = self.manifest.shards[number].name
         if self.fetch is None:
@@ -154,6 +154,6 @@ class LocalShards:
             # without the index nothing opens
             for path in (*sorted({*os.listdir(folder)} - {index}), index):
                 if path == index:
-                    self._mark(number).touch()
+                    self._mark_path(number).touch()
                 os.replace(Path(folder) / path, self.directory / path)
         return TokenFile(prefix)

@@ -190,7 +190,7 @@ def check_path(key: str) -> None:
         )
         if not plain or not name.strip("."):
             raise ValueError(
-                f"array {_short(key)}: {_short(name)} cannot be a part of a key: use names between '/'"
+                f"array {_short_repr(key)}: {_short_repr(name)} cannot be a part of a key: use names between '/'"
             )
 
 
@@ -211,7 +211,9 @@ def check_metadata(key: str, metadata: Any) -> None:
         ) from None
     if not is_stored:
         types = ", ".join(STORED_DTYPES)
-        raise ValueError(f"array {key!r}: its type is {_short(dtype)}, known are {types}; {_NEWER}")
+        raise ValueError(
+            f"array {key!r}: its type is {_short_repr(dtype)}, known are {types}; {_NEWER}"
+        )
     # what a save writes for these facts, all fields of it
     expected = array_metadata(
         ArrayInfo(chunking.shape, dtype), chunking.cell, chunking.inner, attributes
@@ -220,7 +222,7 @@ def check_metadata(key: str, metadata: Any) -> None:
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
     if problem := _impossible_sizes(chunking):
         raise ValueError(
-            f"array {key!r}: {problem}; shape {_short(chunking.shape)}, cells {_short(chunking.cell)}"
+            f"array {key!r}: {problem}; shape {_short_repr(chunking.shape)}, cells {_short_repr(chunking.cell)}"
         )
     if problem := _impossible_attributes(key, chunking.shape, attributes):
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
@@ -229,7 +231,8 @@ def check_metadata(key: str, metadata: Any) -> None:
         # rows of a vocabulary are rounded up, which may be more than there are
         if cell_size > size and dim != tp_dim:
             raise ValueError(
-                f"array {key!r}: cells {_short(chunking.cell)} are larger than its shape {_short(chunking.shape)}"
+                f"array {key!r}: cells {_short_repr(chunking.cell)} are larger than its shape "
+                f"{_short_repr(chunking.shape)}"
             )
 
 
@@ -245,12 +248,12 @@ def difference(path: str, actual: Any, expected: Any) -> str | None:
         expected = dict(enumerate(expected))
     if isinstance(actual, dict) and isinstance(expected, dict):
         for name in sorted(actual.keys() ^ expected.keys()):
-            return f"{path}: {_short(name)} is {'missing' if name in expected else 'unknown'}"
+            return f"{path}: {_short_repr(name)} is {'missing' if name in expected else 'unknown'}"
         for name in sorted(actual):
             if deeper := difference(f"{path}: {name}", actual[name], expected[name]):
                 return deeper
         return None
-    return f"{path} is {_short(actual)}, this version reads {_short(expected)}"
+    return f"{path} is {_short_repr(actual)}, this version reads {_short_repr(expected)}"
 
 
 def _impossible_sizes(chunking: Chunking) -> str | None:
@@ -258,6 +261,7 @@ def _impossible_sizes(chunking: Chunking) -> str | None:
     shape = chunking.shape
     cell = chunking.cell
     unit = chunking.unit
+    # JSON's true is an int to isinstance
     if any(type(size) is not int or not 0 < size < 2**63 for size in (*shape, *cell, *unit)):
         return "its sizes are not integers from 1 to 2**63 - 1"
     if not len(shape) == len(cell) == len(unit) <= _MAX_DIMS:
@@ -284,13 +288,13 @@ def _impossible_attributes(key: str, shape: tuple[int, ...], attributes: Json) -
     stacked = "stack" in attributes
     name = key.rpartition("/")[2]
     if not isinstance(stack, str) or (stack and not name.startswith(f"{stack}.")):
-        return f"the stack {_short(stack)} is not the beginning of its name"
+        return f"the stack {_short_repr(stack)} is not the beginning of its name"
     if stacked and not dims:
         return "it has no dim that counts the layers of its stack"
     if "tp_dim" in attributes and not (type(tp_dim) is int and stacked <= tp_dim < dims):
-        return f"tp_dim is {_short(tp_dim)}, of {dims} dims{' of which the first counts layers' * stacked}"
+        return f"tp_dim is {_short_repr(tp_dim)}, of {dims} dims{' of which the first counts layers' * stacked}"
     if "axis" in attributes and not ("tp_dim" in attributes and attributes["axis"] == "ep"):
-        return f"the axis {_short(attributes['axis'])} cuts no dim of it"
+        return f"the axis {_short_repr(attributes['axis'])} cuts no dim of it"
     if "layers" in attributes or "depth" in attributes:
         return _impossible_layers(
             shape[0] if stacked else 0, attributes.get("layers"), attributes.get("depth")
@@ -302,13 +306,13 @@ def _impossible_layers(rows: int, layers: Any, depth: Any) -> str | None:
     """Why an array of so many rows cannot be of these layers of a model with `depth` of them; None if it can."""
     sound = type(depth) is int and isinstance(layers, list) and len(layers) == rows < depth
     if not sound or any(type(number) is not int for number in layers):
-        return f"{rows} rows cannot be of the layers {_short(layers)} of {_short(depth)}"
+        return f"{rows} rows cannot be of the layers {_short_repr(layers)} of {_short_repr(depth)}"
     if layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < depth:
-        return f"its layers {_short(layers)} are not ascending numbers below {depth}"
+        return f"its layers {_short_repr(layers)} are not ascending numbers below {depth}"
     return None
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     if len(text) <= 120:
         return text

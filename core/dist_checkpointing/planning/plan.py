@@ -109,7 +109,7 @@ def plan_writes(
             transfers.append(Transfer(key, cell.index, box, source, owner))
     for cells_of_array in assigned.values():
         cells_of_array.sort()
-    return WritePlan(assigned, _waves(transfers, arrays, len(holdings), wave_bytes))
+    return WritePlan(assigned, _waves_of_transfers(transfers, arrays, len(holdings), wave_bytes))
 
 
 def plan_gathering(
@@ -133,7 +133,7 @@ def plan_gathering(
                 transfers = [
                     Transfer(key, cell.index, box, source, rank) for box, source in received
                 ]
-                waves = _waves(transfers, arrays, len(holdings), wave_bytes)
+                waves = _waves_of_transfers(transfers, arrays, len(holdings), wave_bytes)
                 plans[key, cell.index] = WritePlan({key: [(cell.index, cell.box, rank)]}, waves)
     return plans
 
@@ -191,7 +191,7 @@ def _cells_of_class(
                 holders[overlap] = (*holders.get(overlap, ()), *ranks)
     for index, cell in cells(info.shape, grid):
         holders = holders_by_cell[index]
-        if cell not in holders and (hole := _without(cell, sorted(holders))):
+        if cell not in holders and (hole := _box_without(cell, sorted(holders))):
             raise ValueError(
                 f"{key} of shape {info.shape}: no rank holds {hole[0]} (in cell {cell_name(index)}); every element "
                 f"has to be in the sharded state of at least one of the {len(holdings)} ranks"
@@ -242,7 +242,7 @@ def _received(cell: _PlannedCell, owner: int) -> list[tuple[Box, int]]:
     if cell.disjoint:
         for box, ranks in cell.holders.items():
             if owner not in ranks:
-                received.append((box, _sender(ranks, owner)))
+                received.append((box, _chosen_sender(ranks, owner)))
         return received
     # what the owner holds itself counts first, then the large boxes: few transfers
     by_preference = sorted(
@@ -252,18 +252,18 @@ def _received(cell: _PlannedCell, owner: int) -> list[tuple[Box, int]]:
     covered: list[Box] = []
     for box, ranks in by_preference:
         if owner not in ranks:
-            sender = _sender(ranks, owner)
-            received += [(rest, sender) for rest in _without(box, covered)]
+            sender = _chosen_sender(ranks, owner)
+            received += [(rest, sender) for rest in _box_without(box, covered)]
         covered.append(box)
     return received
 
 
-def _sender(ranks: tuple[int, ...], owner: int) -> int:
+def _chosen_sender(ranks: tuple[int, ...], owner: int) -> int:
     """One of the ranks that hold the same box: different owners ask different replicas."""
     return sorted(ranks)[owner % len(ranks)]
 
 
-def _without(box: Box, removed: Iterable[Box]) -> list[Box]:
+def _box_without(box: Box, removed: Iterable[Box]) -> list[Box]:
     """What remains of a box without `removed`, as disjoint boxes."""
     remaining = [box]
     for other in removed:
@@ -288,7 +288,7 @@ def _difference(box: Box, other: Box) -> list[Box]:
     return rest
 
 
-def _waves(
+def _waves_of_transfers(
     transfers: list[Transfer], arrays: Arrays, world: int, wave_bytes: int
 ) -> list[list[Transfer]]:
     """Transfers in waves that no rank sends or receives more than `wave_bytes` in.

@@ -57,7 +57,7 @@ def to_json(requested: Holdings) -> dict[str, Any]:
     numbers: dict[tuple[Box, ...], int] = {}
     number_of_key = {}
     for key in sorted(requested):
-        boxes = _joined(_outermost(_joined(requested[key])))
+        boxes = _joined_boxes(_outermost(_joined_boxes(requested[key])))
         number_of_key[key] = numbers.setdefault(boxes, len(numbers))
     return {"boxes": list(numbers), "lies": number_of_key}
 
@@ -77,7 +77,7 @@ def _outermost(boxes: Sequence[Box]) -> list[Box]:
     return outermost
 
 
-def _joined(boxes: Sequence[Box]) -> tuple[Box, ...]:
+def _joined_boxes(boxes: Sequence[Box]) -> tuple[Box, ...]:
     """Boxes that continue each other in dim 0 as one: the layers of a stack."""
     joined: list[Box] = []
     for box in sorted(set(boxes), key=lambda box: (box[1:], box[:1])):
@@ -134,7 +134,7 @@ def _plan_cell(
             continue
         # a block is sent to all others within one round: its bytes times their number must fit
         block_bytes = round_bytes // max(1, len(receivers.ranks) - 1)
-        for box, boxes_inside in _blocks(chunks, index, units, boxes, block_bytes):
+        for box, boxes_inside in _blocks_of_units(chunks, index, units, boxes, block_bytes):
             for key in keys:
                 if single:
                     plan.alone[key, index].append((box, receivers.ranks[0]))
@@ -225,7 +225,7 @@ def _unit_runs(
         previous_edge = edge
 
 
-def _blocks(
+def _blocks_of_units(
     chunks: Chunking, index: Index, units: tuple[int, int], boxes: list[Box], block_bytes: int
 ) -> Iterator[tuple[Box, list[tuple[Box, Box]]]]:
     """A run of units in blocks of at most `block_bytes`, or of one unit.

@@ -82,7 +82,7 @@ def merge_receipts(
 
     # the committer would open 16,384 receipts of as many ranks; so it opens 256
     receipts = _wait(directory, folder, ranks, world_size, timeout_s, waiting=check_attempt)
-    files = _union(_parsed(directory, receipts, folder))
+    files = _union(_parsed_receipts(directory, receipts, folder))
     directory.remove_folder(folder)
     write_receipt(directory, rank, files)
 
@@ -118,7 +118,7 @@ def commit(
         directory, FOLDER, ranks, world_size, timeout_s, waiting=waiting, silent_ranks=silent_ranks
     )
     # 2. the files are exactly those of the plan
-    files = _union(_parsed(directory, receipts))
+    files = _union(_parsed_receipts(directory, receipts))
     _check_planned(files, planned, world_size)
     if merged:
         # it is empty: the merging ranks removed what was in it
@@ -202,7 +202,7 @@ def _rank(name: str) -> int:
     return int(name.removeprefix(f"{FOLDER}/").partition(".")[0])
 
 
-def _parsed(
+def _parsed_receipts(
     directory: CheckpointDir, receipts: Mapping[int, bytes], folder: str = FOLDER
 ) -> dict[int, Any]:
     return {
@@ -231,7 +231,7 @@ def _union(receipts: Mapping[int, Any]) -> dict[str, tuple[int, int]]:
             if path in owner:
                 problems.append(f"{path} was written by rank {owner[path]} and by rank {rank}")
             files[path], owner[path] = (entry[0], entry[1]), rank
-    _refuse(problems, len(receipts))
+    _refuse_problems(problems, len(receipts))
     return files
 
 
@@ -246,10 +246,10 @@ def _check_planned(files: Files, planned: Set[str], world_size: int) -> None:
             problems.append(
                 f"{len(paths)} of {len(planned)} files are {kind}, the first is {min(paths)}"
             )
-    _refuse(problems, world_size)
+    _refuse_problems(problems, world_size)
 
 
-def _refuse(problems: list[str], count: int) -> None:
+def _refuse_problems(problems: list[str], count: int) -> None:
     if problems:
         details = "; ".join(problems[:8])
         raise ValueError(

@@ -138,8 +138,8 @@ class Lock:
             )
         if not self._is_own(content):
             raise ValueError(
-                f"the lock {self._directory.url}{_LOCK} now is that of {_owner_text(_owner(content))}: it was taken "
-                "over because this job was silent for too long; stop one of the two"
+                f"the lock {self._directory.url}{_LOCK} now is that of {_owner_text(_owner_of(content))}: it was "
+                "taken over because this job was silent for too long; stop one of the two"
             )
 
     def release(self) -> None:
@@ -150,7 +150,7 @@ class Lock:
             self._directory.swap(_LOCK, content, None)
 
     def _is_own(self, content: bytes) -> bool:
-        return _owner(content).get("uuid") == self._uuid
+        return _owner_of(content).get("uuid") == self._uuid
 
     def _beat(self) -> None:
         # taken over, or removed: this ends the heartbeat, which would else keep another job's lock alive
@@ -169,7 +169,7 @@ class Lock:
                 f"{self._directory.url}{_LOCK} is no lock of a job that saves checkpoints; remove it if nobody needs "
                 "it, or choose another directory"
             )
-        owner = _owner(content)
+        owner = _owner_of(content)
         process_lives = _is_alive(owner)
         if process_lives is False:
             return content
@@ -205,7 +205,7 @@ def _read(directory: CheckpointDir) -> bytes | None:
         return None
 
 
-def _owner(lock: bytes) -> dict[str, Any]:
+def _owner_of(lock: bytes) -> dict[str, Any]:
     """The owner that a lock names; nothing if it was killed while it wrote the lock."""
     try:
         value = parse_json(lock, _LOCK)

@@ -266,6 +266,7 @@ def _compare(
 
 def _unexpected(requested: set[str], stored: StoredCheckpoint) -> tuple[str, ...]:
     """What the checkpoint has, in the groups that are requested, and no rank asks for."""
+    # who loads a model alone is not told of the optimizer that lies beside it
     groups = {_group(key) for key in requested if "/" in key}
     used = set(requested)
     for key in requested:

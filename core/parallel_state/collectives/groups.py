@@ -124,6 +124,7 @@ class Group:
         self.timeout = timedelta(seconds=timeout_s)
         if self._on_host is not None:
             self._on_host.timeout = self.timeout
+        # torch has no public way to change the time of a group that exists
         for device in self.process_group._device_types:
             self.process_group._get_backend(device)._set_default_timeout(self.timeout)
 
@@ -166,7 +167,7 @@ def world() -> tuple[int, int]:
 
 
 def init_world(backend: str | None, timeout_s: float, **init_options: Any) -> None:
-    """Join the default group; `where` is what torch.distributed.init_process_group takes beside."""
+    """Join the default group; `init_options` are what torch.distributed.init_process_group takes beside."""
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **init_options)
 
 

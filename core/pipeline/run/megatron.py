@@ -88,6 +88,7 @@ def _cached_pipeline(
 ) -> _PipelineCache:
     """The pipeline of these models, built at the first call and when an argument changes; its step count goes on."""
     cache: _PipelineCache = models[0].__dict__.setdefault("_forward_backward", _PipelineCache())
+    # grad_sync last: a call without gradients compares all but that
     key = (tuple(map(id, models)), num_microbatches, id(ps), seed, id(grad_sync))
     # without gradients grad_sync does not matter
     if forward_only and cache.key[:-1] == key[:-1]:
@@ -101,6 +102,7 @@ def _cached_pipeline(
             cache.pipeline.close()
         cache.chunks = [_ForwardStepModule(model) for model in models]
         cache.key = key
+        # Megatron's two: several chunks of a model on a rank are its virtual stages
         schedule = "1f1b" if len(models) == 1 else "interleaved-1f1b"
         cache.pipeline = Pipeline(
             cache.chunks,

@@ -119,7 +119,7 @@ def search(
         starts.add(problem.orders(schedule))
     starts.add(problem.one_by_one())
     if not named and not starts.best:
-        raise ValueError(_refusal(problem, limits))
+        raise ValueError(_no_fit_message(problem, limits))
 
     if budget is None:
         budget = default_budget(problem.actions)
@@ -268,7 +268,7 @@ def _list_schedules(
     return passes
 
 
-def _refusal(problem: SchedulingProblem, limits: Sequence[float]) -> str:
+def _no_fit_message(problem: SchedulingProblem, limits: Sequence[float]) -> str:
     """The message where no schedule fits: both numbers and the remedy."""
     score = problem.score(problem.one_by_one())
     assert score is not None

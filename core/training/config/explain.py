@@ -25,7 +25,7 @@ def explained(merged: Merged, world_size: int) -> tuple[str, int]:
     problems = [*merged.problems, *world_problems, *between(sections)]
     lines = [*_changed(merged), *_table(merged), ""]
     if not problems:
-        lines += _memory(sections)
+        lines += _memory_lines(sections)
     lines.append(_explain_batch(sections, world_size))
     if problems:
         heading = "1 mistake:"
@@ -49,7 +49,7 @@ def _changed(merged: Merged) -> Iterator[str]:
     yield ""
 
 
-def _memory(sections: dict) -> Iterator[str]:
+def _memory_lines(sections: dict) -> Iterator[str]:
     """Bytes of weights, gradients and states on the fullest rank, where the model and its tokenizer are here."""
     try:
         from core.training.config.memory import fullest_rank

@@ -117,7 +117,7 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, float) and value.is_integer()
 
 
-def _integer(value: Any) -> int:
+def _read_integer(value: Any) -> int:
     # True is an int to Python, and to nobody who writes a configuration
     if not isinstance(value, int) or isinstance(value, bool):
         raise _WrongKind(_kind_of_value(value))
@@ -126,7 +126,7 @@ def _integer(value: Any) -> int:
     return value
 
 
-def _number(value: Any) -> float:
+def _read_number(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise _WrongKind(_kind_of_value(value))
     try:
@@ -138,19 +138,19 @@ def _number(value: Any) -> float:
     return number
 
 
-def _flag(value: Any) -> bool:
+def _read_flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise _WrongKind(_kind_of_value(value))
     return value
 
 
-def _text(value: Any) -> str:
+def _read_text(value: Any) -> str:
     if not isinstance(value, str):
         raise _WrongKind(_kind_of_value(value))
     return value
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _read_texts(value: Any) -> tuple[str, ...]:
     """Numbers in a list become texts: weights of a blend."""
     if isinstance(value, str):
         if value == NONE:
@@ -186,16 +186,16 @@ def _table(value: Any) -> dict[str, str | float]:
         elif isinstance(item, str):
             table[key] = item
         else:
-            table[key] = _number(item)
+            table[key] = _read_number(item)
     return table
 
 
 _READ = {
-    "integer": _integer,
-    "number": _number,
-    "flag": _flag,
-    "text": _text,
-    "texts": _texts,
+    "integer": _read_integer,
+    "number": _read_number,
+    "flag": _read_flag,
+    "text": _read_text,
+    "texts": _read_texts,
     "table": _table,
 }
 
@@ -218,16 +218,16 @@ def pairs_of(names_and_values: tuple[str, ...]) -> dict[str, Any] | tuple[str, .
     return {name: number_of(value) for name, value in pairs}
 
 
-def _kind(hint: Any) -> tuple[str, bool, tuple[Any, ...]]:
+def _kind_of_annotation(hint: Any) -> tuple[str, bool, tuple[Any, ...]]:
     """(kind, optional, choices) of an annotation."""
     args = get_args(hint)
     if get_origin(hint) in (Union, UnionType):
         (inner,) = (arg for arg in args if arg is not NoneType)
         # X | None is the only union that fields have
-        kind, _, choices = _kind(inner)
+        kind, _, choices = _kind_of_annotation(inner)
         return kind, True, choices
     if get_origin(hint) is Literal:
-        return _kind(type(args[0]))[0], False, args
+        return _kind_of_annotation(type(args[0]))[0], False, args
     if hint == tuple[str, ...]:
         return "texts", False, ()
     if get_origin(hint) is dict:
@@ -264,7 +264,7 @@ def _fields_in(cls: type, prefix: str = "") -> Iterator[Field]:
         if is_dataclass(hints[field.name]):
             yield from _fields_in(hints[field.name], f"{field.name}.")
             continue
-        kind, optional, choices = _kind(hints[field.name])
+        kind, optional, choices = _kind_of_annotation(hints[field.name])
         if field.default_factory is MISSING:
             default = field.default
         else:

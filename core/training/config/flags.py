@@ -89,8 +89,8 @@ def read_flags(
         raise SystemExit(0)
     # tyro's own help tells every field
     args = ["--help" if word == "--help-all" else word for word in args]
-    accepted, typed, problems = _scan(args, fields_by_name)
-    parsed, rest = _parsed(accepted, fields_by_name, defaults, description)
+    accepted, typed, problems = _scan_arguments(args, fields_by_name)
+    parsed, rest = _parsed_by_tyro(accepted, fields_by_name, defaults, description)
     values: dict[str, Any] = {}
     for name in typed:
         spec = fields_by_name[name]
@@ -101,7 +101,7 @@ def read_flags(
             values[name] = pairs_of(raw)
         else:
             values[name] = spec.from_text(raw) if isinstance(raw, str) else raw
-    problems += _strays(rest, fields_by_name)
+    problems += _stray_words(rest, fields_by_name)
     return Flags(values=values, typed=typed, files=parsed.config, problems=tuple(problems))
 
 
@@ -131,7 +131,7 @@ def short_help(
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _scan(
+def _scan_arguments(
     args: Sequence[str], fields_by_name: Mapping[str, Field]
 ) -> tuple[list[str], dict[str, str], list[Problem]]:
     """(arguments without flags that lack a value, or have one too many; name -> flag as typed; those mistakes)."""
@@ -154,26 +154,30 @@ def _scan(
                 accepted.append(word)
             continue
         head, equals, _ = word.partition("=")
-        name, switch = _names(head, fields_by_name)
-        kind = _kind(name, switch, fields_by_name)
+        name, switch = _names_of_flag(head, fields_by_name)
+        kind = _kind_of_flag(name, switch, fields_by_name)
         owner = _Owner(head, kind or "unknown", int(bool(equals)))
         if kind is not None and (switch in typed or name in typed):
-            problems.append(Problem("", _twice(head, typed.get(switch) or typed[name], kind)))
+            problems.append(
+                Problem("", _given_twice_message(head, typed.get(switch) or typed[name], kind))
+            )
             owner = replace(owner, kind="twice")
         elif kind is None:
             accepted.append(word)
         elif _is_switch(fields_by_name.get(switch)):
-            owner = _Owner(head, "switch", 0, _switch(switch))
+            owner = _Owner(head, "switch", 0, _switch_words(switch))
             if equals:
                 problems.append(
-                    Problem("", f"{word}: a value is one word too many; use {_switch(switch)}")
+                    Problem(
+                        "", f"{word}: a value is one word too many; use {_switch_words(switch)}"
+                    )
                 )
             else:
                 accepted.append(word)
                 typed[switch] = head
         elif kind == "flag" and (switch != name or (not equals and _is_flag(after))):
             # a switch that may also be left to a default: alone it is true, with no- it is false
-            owner = _Owner(head, "switch", 0, _switch(switch))
+            owner = _Owner(head, "switch", 0, _switch_words(switch))
             accepted.append(f"{flag_of(switch)}={'true' if switch == name else 'false'}")
             typed[switch] = head
         elif switch != name and name != _CONFIG:
@@ -189,7 +193,7 @@ def _scan(
     return accepted, typed, problems
 
 
-def _kind(name: str, switch: str, fields_by_name: Mapping[str, Field]) -> str | None:
+def _kind_of_flag(name: str, switch: str, fields_by_name: Mapping[str, Field]) -> str | None:
     """Of which kind a flag's values are; None: there is no such flag."""
     if switch in fields_by_name:
         return fields_by_name[switch].kind
@@ -198,14 +202,14 @@ def _kind(name: str, switch: str, fields_by_name: Mapping[str, Field]) -> str | 
     return None
 
 
-def _names(head: str, fields_by_name: Mapping[str, Field]) -> tuple[str, str]:
+def _names_of_flag(head: str, fields_by_name: Mapping[str, Field]) -> tuple[str, str]:
     """(the flat name of a flag, the one without `no-`)."""
     section, _, key = head.removeprefix("--").replace("-", "_").rpartition(".")
     name = f"{section}.{key}" if section else key
     return name, name if name in fields_by_name else f"{section}.{key.removeprefix('no_')}"
 
 
-def _twice(head: str, earlier: str, kind: str) -> str:
+def _given_twice_message(head: str, earlier: str, kind: str) -> str:
     """The message for a flag that is there again: nobody knows which one is meant."""
     both = head if head == earlier else f"{earlier} and {head}"
     if kind in _MANY:
@@ -245,12 +249,12 @@ def _is_switch(field: Field | None) -> bool:
     return field is not None and field.kind == "flag" and not field.optional
 
 
-def _switch(name: str) -> str:
+def _switch_words(name: str) -> str:
     section, _, key = name.rpartition(".")
     return f"{flag_of(name)} or {flag_of(f'{section}.no_{key}')}"
 
 
-def _strays(rest: Sequence[str], fields_by_name: Mapping[str, Field]) -> list[Problem]:
+def _stray_words(rest: Sequence[str], fields_by_name: Mapping[str, Field]) -> list[Problem]:
     """What tyro could not place; the values of an unknown flag go with it."""
     problems = []
     flag = ""
@@ -264,7 +268,7 @@ def _strays(rest: Sequence[str], fields_by_name: Mapping[str, Field]) -> list[Pr
     return problems
 
 
-def _parsed(
+def _parsed_by_tyro(
     args: Sequence[str],
     fields_by_name: Mapping[str, Field],
     defaults: Mapping[str, Any],
@@ -279,7 +283,7 @@ def _parsed(
     try:
         with contextlib.redirect_stderr(messages):
             return tyro.cli(
-                _mirror(tyro, fields_by_name, defaults),
+                _mirror_dataclass(tyro, fields_by_name, defaults),
                 args=list(args),
                 description=description,
                 return_unknown_args=True,
@@ -296,14 +300,16 @@ def _parsed(
         raise
 
 
-def _mirror(tyro: Any, fields_by_name: Mapping[str, Field], defaults: Mapping[str, Any]) -> type:
+def _mirror_dataclass(
+    tyro: Any, fields_by_name: Mapping[str, Field], defaults: Mapping[str, Any]
+) -> type:
     """A dataclass of dataclasses with the same flags, all of them texts and without rules."""
 
     def entries(section: str) -> list[tuple[str, Any, Any]]:
         in_section = [
             (name, spec) for name, spec in fields_by_name.items() if spec.section == section
         ]
-        return [_entry(tyro, spec, defaults[name]) for name, spec in in_section]
+        return [_mirror_field(tyro, spec, defaults[name]) for name, spec in in_section]
 
     entries_by_section: list[tuple[str, Any, Any]] = [
         (
@@ -333,7 +339,7 @@ def _mirror(tyro: Any, fields_by_name: Mapping[str, Field], defaults: Mapping[st
     return make_dataclass("Run", entries_by_section, kw_only=True)
 
 
-def _entry(tyro: Any, spec: Field, default: Any) -> tuple[str, Any, Any]:
+def _mirror_field(tyro: Any, spec: Field, default: Any) -> tuple[str, Any, Any]:
     help_ = {
         "help": spec.help,
         "help_behavior_hint": f"(default: {NONE if default is None else literal(default)})",

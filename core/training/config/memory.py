@@ -35,14 +35,14 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
         raise ValueError("a model of your own is built when the run starts")
     if model.layers > _MOST_LAYERS:
         raise ValueError(f"{model.layers} layers are not laid out here, at most {_MOST_LAYERS} are")
-    tokens = _tokens(sections["data"])
+    tokens = _vocabulary_size(sections["data"])
     length = sections["data"].sequence_length
     ranks = parallel.pipeline
     placement = sections["pipeline"].placement(ranks) if ranks > 1 else (0,)
     found = []
     for stage_rank in range(ranks):
         # one rank per stage is enough: the others hold as much
-        ps = _planned(parallel, Grid(parallel).rank_at(pp=stage_rank, dp=0, cp=0, tp=0))
+        ps = _planned_rank(parallel, Grid(parallel).rank_at(pp=stage_rank, dp=0, cp=0, tp=0))
         with torch.device("meta"):
             stages = gpt_stages(**model.arguments(tokens, length), placement=placement, parallel=ps)
         # the table that both ends of a V share is one parameter
@@ -74,7 +74,7 @@ class _PlannedGroup(Group):
         self.staged = frozenset()
 
 
-def _planned(parallel: ParallelConfig, rank: int) -> ParallelState:
+def _planned_rank(parallel: ParallelConfig, rank: int) -> ParallelState:
     """What `rank` of this layout will be."""
     groups: dict[str, Group] = {}
     for name, ranks in Grid(parallel).groups_of(rank).items():
@@ -83,7 +83,7 @@ def _planned(parallel: ParallelConfig, rank: int) -> ParallelState:
     return ParallelState(parallel, rank, groups=groups)
 
 
-def _tokens(data: DataConfig) -> int:
+def _vocabulary_size(data: DataConfig) -> int:
     """Of the text's tokenizer; what the default corpus will have. Raises ValueError: a file that does not tell."""
     if not data.train:
         return data.vocab_size

@@ -53,7 +53,7 @@ def lines_of(text: str, names: Iterable[str]) -> dict[str, int]:
     table: tuple[str, ...] = ()
     for number, statement, parsed in _statements(text):
         header = statement.lstrip().startswith("[")
-        paths = [((() if header else table) + path) for path in _paths(parsed)]
+        paths = [((() if header else table) + path) for path in _key_paths(parsed)]
         if header:
             table = paths[-1]
         for path in paths:
@@ -83,12 +83,12 @@ def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
         pending = ""
 
 
-def _paths(parsed: Mapping[str, Any], outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _key_paths(parsed: Mapping[str, Any], outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The keys that lead to every table and value, outer ones first."""
     for key, value in parsed.items():
         yield (*outer, key)
         if isinstance(value, dict):
-            yield from _paths(value, (*outer, key))
+            yield from _key_paths(value, (*outer, key))
 
 
 def literal(value: Any) -> str:

@@ -18,11 +18,11 @@ CGROUP = Path("/sys/fs/cgroup")
 def machine() -> Iterator[Check]:
     """Cores and threads, memory, shared memory, open files."""
     for check in (cpu, memory, shared_memory, open_files):
-        yield _safely(check)
+        yield _result_or_error(check)
 
 
 # a check that fails says so in its line: the report must come out on every machine
-def _safely(check: Callable[[], Check]) -> Check:
+def _result_or_error(check: Callable[[], Check]) -> Check:
     try:
         return check()
     except (OSError, ValueError, AttributeError) as error:
@@ -46,7 +46,7 @@ def cpu() -> Check:
     noun = "cores" if cores > 1 else "core"
     facts = [f"{os.cpu_count()} {noun}"]
     if len(usable) < cores:
-        facts.append(f"pinned to {len(usable)} of them ({_ranges(usable)})")
+        facts.append(f"pinned to {len(usable)} of them ({_in_ranges(usable)})")
     if quota is not None and quota < len(usable):
         facts.append(f"limited to the time of {quota:g}")
     noun = "threads" if threads > 1 else "thread"
@@ -63,7 +63,7 @@ def cpu() -> Check:
     return Check(name="CPU", value=value, status="ok")
 
 
-def _ranges(numbers: list[int]) -> str:
+def _in_ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5"."""
     runs: list[list[int]] = []  # [first, last]
     for number in numbers:

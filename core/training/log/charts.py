@@ -158,18 +158,18 @@ def draw(curve: Curve, steps: Sequence[int]) -> str:
     box = f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}"'
     parts = [
         f'<svg class="chart" {box} role="img" aria-label="{escape(curve.title)}" {facts}>',
-        *_grid(x, y),
-        *_levels(curve, y),
-        *_line(curve, steps, x, y),
-        *_points(curve, x, y),
-        *_markers(curve, steps, x),
+        *_grid_lines(x, y),
+        *_level_lines(curve, y),
+        *_curve_paths(curve, steps, x, y),
+        *_point_circles(curve, x, y),
+        *_marker_triangles(curve, steps, x),
         f'<line class="cursor" x1="0" x2="0" y1="{TOP:g}" y2="{BOTTOM:g}"/>',
         "</svg>",
     ]
     return "\n".join(parts)
 
 
-def _grid(x: Axis, y: Axis) -> Iterator[str]:
+def _grid_lines(x: Axis, y: Axis) -> Iterator[str]:
     for tick in y.ticks():
         at = y.at(tick)
         yield f'<line class="grid" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>'
@@ -184,7 +184,7 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
     yield f'<line class="base" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{BOTTOM:g}" y2="{BOTTOM:g}"/>'
 
 
-def _levels(curve: Curve, y: Axis) -> Iterator[str]:
+def _level_lines(curve: Curve, y: Axis) -> Iterator[str]:
     for number, (name, value) in enumerate((curve.levels or {}).items()):
         if is_on(y, value):
             at = y.at(value)
@@ -214,7 +214,7 @@ def legend(curve: Curve) -> list[tuple[str, str]]:
     return rows
 
 
-def _line(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]:
+def _curve_paths(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]:
     """One path per run without gaps; a lone point is a dot; very many points are their mean within their range."""
     if len(steps) <= POINTS:
         pairs = zip(steps, curve.values, strict=True)
@@ -226,11 +226,11 @@ def _line(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]
                 rows.append(None)
     else:
         rows = list(_buckets(curve, steps))
-        for run in _runs(rows):
+        for run in _runs_without_gaps(rows):
             above = [f"{x.at(s):.1f},{y.at(high):.1f}" for s, _, _, high in run]
             below = [f"{x.at(s):.1f},{y.at(low):.1f}" for s, _, low, _ in reversed(run)]
             yield f'<polygon class="band" points="{" ".join(above + below)}"/>'
-    for run in _runs(rows):
+    for run in _runs_without_gaps(rows):
         places = [f"{x.at(s):.1f},{y.at(mean):.1f}" for s, mean, _, _ in run]
         if len(places) == 1:
             across, down = places[0].split(",")
@@ -249,7 +249,7 @@ def _buckets(curve: Curve, steps: Sequence[int]) -> Iterator[Row | None]:
         yield (middle, sum(seen) / len(seen), min(seen), max(seen)) if seen else None
 
 
-def _runs(rows: Sequence[Row | None]) -> Iterator[list[Row]]:
+def _runs_without_gaps(rows: Sequence[Row | None]) -> Iterator[list[Row]]:
     run: list[Row] = []
     for row in [*rows, None]:
         if row is not None:
@@ -259,7 +259,7 @@ def _runs(rows: Sequence[Row | None]) -> Iterator[list[Row]]:
             run = []
 
 
-def _points(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
+def _point_circles(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
     """Circles joined by a thin line; a ring around the lowest one of each name."""
     for number, (name, row) in enumerate((curve.points or {}).items()):
         known = [(step, value) for step, value in row if finite(value)]
@@ -278,7 +278,7 @@ def _points(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
             )
 
 
-def _markers(curve: Curve, steps: Sequence[int], x: Axis) -> Iterator[str]:
+def _marker_triangles(curve: Curve, steps: Sequence[int], x: Axis) -> Iterator[str]:
     """A triangle below each step that is not finite, or pointed out; of very many, some."""
     odd = {
         s: f"{v}"

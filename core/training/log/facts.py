@@ -28,7 +28,10 @@ def run_facts(records: Sequence[StepRecord], layout: str, parameters: int) -> di
         last = known[-1].time
         assert first is not None and last is not None
         facts["duration"] = _duration(last - first)
-    return facts | {"command": command(sys.argv), "code": f"paracore {__version__}{_commit()}"}
+    return facts | {
+        "command": command(sys.argv),
+        "code": f"paracore {__version__}{_commit_of_clone()}",
+    }
 
 
 def command(words: Sequence[str]) -> str:
@@ -48,7 +51,7 @@ def _duration(seconds: float) -> str:
     return f"{rest} s"
 
 
-def _commit() -> str:
+def _commit_of_clone() -> str:
     """Of the clone that the package is in; empty for an installed one, or without git."""
     # this file is core/training/log/facts.py of the clone
     folder = Path(__file__).resolve().parents[3]

@@ -119,7 +119,7 @@ class MemoryReport:
         if not self.usages:
             self._say(self._line("MiB per rank", {name: name for name in self._columns}))
         self.usages[point] = usages
-        self._say(self._line(point, {name: _range(usages, name) for name in self._columns}))
+        self._say(self._line(point, {name: _range_in_mib(usages, name) for name in self._columns}))
         return usages
 
     @property
@@ -157,7 +157,8 @@ class MemoryReport:
             )
             usages.append(usage)
         cells = {
-            name: _range(usages, name) for name in ("parameters", "gradients", "optimizer", "host")
+            name: _range_in_mib(usages, name)
+            for name in ("parameters", "gradients", "optimizer", "host")
         }
         self._say(self._line("predicted", cells))
         return per_rank
@@ -262,7 +263,7 @@ def _short(mib: float) -> str:
     return f"{mib:.0f}"
 
 
-def _range(usages: list[Usage], name: str) -> str:
+def _range_in_mib(usages: list[Usage], name: str) -> str:
     """`smallest-largest` in MiB, one number if both look alike."""
     values = [asdict(usage)[name] for usage in usages]
     if not any(values):

@@ -205,14 +205,14 @@ def _is_window(text: str) -> bool:
     return text == "None" or (text.isdecimal() and int(text) >= 1)
 
 
-def _style(values: Mapping[str, Any]) -> str:
+def _style_of(values: Mapping[str, Any]) -> str:
     preset = gpt.PRESETS.get(values["preset"])
     return str(values["style"] or (preset.style if preset else DEFAULTS["style"]))
 
 
 def position_type(values: Mapping[str, Any]) -> str:
     """How tokens know their positions: as given, or as the style has it."""
-    return str(values["position_embedding_type"] or _STYLE_POSITIONS[_style(values)])
+    return str(values["position_embedding_type"] or _STYLE_POSITIONS[_style_of(values)])
 
 
 def scaling_of(table: Mapping[str, Any]) -> RotaryScaling:
@@ -231,7 +231,7 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
     What is given goes before the preset, the preset before the style, the style before a small Llama.
     """
     preset = gpt.PRESETS.get(values["preset"])
-    style = _style(values)
+    style = _style_of(values)
     facts = dict(DEFAULTS) | {"normalization": "LayerNorm"} | dict(gpt.STYLES[style])
     # a style's dropout is its publication's; a run's is 0 unless somebody asks for it
     facts |= {"style": style, "hidden_dropout": None, "attention_dropout": None}
@@ -266,7 +266,7 @@ def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
     return facts | {
         "rotary_scaling": asdict(scaling) if scaling is not None else {},
         "windows": tuple(str(window) for window in windows),
-        "moe_layer_freq": _said(model.config.moe_layer_freq),
+        "moe_layer_freq": _frequency_texts(model.config.moe_layer_freq),
         "position_embedding_type": kind,
         "max_position_embeddings": model.max_sequence_length,
         "vocab_size": model.vocab_size,
@@ -280,7 +280,7 @@ def transformer_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     table = facts["rotary_scaling"]
     typed = {
         "rotary_scaling": scaling_of(table) if table and table["kind"] != "none" else None,
-        "windows": _windows(values["windows"], facts["num_layers"]),
+        "windows": _windows_of_layers(values["windows"], facts["num_layers"]),
         "moe_layer_freq": _layer_frequency(values["moe_layer_freq"]),
         "use_cpu_initialization": values["use_cpu_initialization"],
     }
@@ -288,7 +288,7 @@ def transformer_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (facts | typed).items() if name in known}
 
 
-def _said(frequency: int | tuple[int, ...]) -> tuple[str, ...]:
+def _frequency_texts(frequency: int | tuple[int, ...]) -> tuple[str, ...]:
     if isinstance(frequency, tuple):
         return tuple(map(str, frequency))
     return (str(frequency),)
@@ -304,7 +304,7 @@ def _layer_frequency(given: tuple[str, ...]) -> int | tuple[int, ...]:
     return 1
 
 
-def _windows(pattern: tuple[str, ...], num_layers: int) -> tuple[int | None, ...] | None:
+def _windows_of_layers(pattern: tuple[str, ...], num_layers: int) -> tuple[int | None, ...] | None:
     """The pattern, repeated over the layers."""
     if not pattern:
         return None

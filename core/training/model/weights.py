@@ -51,9 +51,10 @@ def load_weights(
     positions = stored[0].get(_GROUP + _POSITIONS)
     table = dict(stages[min(stages)].named_parameters()).get(_POSITIONS)
     grown = None
-    if positions is not None and table is not None and _grows(positions.shape, table.shape):
+    if positions is not None and table is not None and _has_more_rows(positions.shape, table.shape):
         grown = table
     if grown is not None:
+        # filled by hand, in its first rows: `load` takes equal shapes only
         state.pop(_POSITIONS)
     # on all ranks, those without the table too: otherwise they would wait in the load for one that failed here
     agree(problem_of(lambda: _fill_rows(grown, positions)), ps)
@@ -78,7 +79,7 @@ def load_weights(
         )
 
 
-def _grows(stored: Sequence[int], here: Sequence[int]) -> bool:
+def _has_more_rows(stored: Sequence[int], here: Sequence[int]) -> bool:
     return stored[0] < here[0] and tuple(stored[1:]) == tuple(here[1:])
 
 
@@ -90,16 +91,18 @@ def _fill_rows(table: Tensor | None, positions: LazyTensor | None) -> None:
 
 def _of_report(report: Report) -> list[str]:
     grown = _GROUP + _POSITIONS
-    problems = [f"{_name(key)} is not there" for key in report.missing]
+    problems = [f"{_name_in_model(key)} is not there" for key in report.missing]
     problems += [
-        f"{_name(key)} is there, and nothing here takes it"
+        f"{_name_in_model(key)} is there, and nothing here takes it"
         for key in report.unexpected
         if key != grown
     ]
-    return problems + [f"{_name(key)}: {reason}" for key, reason in report.mismatched.items()]
+    return problems + [
+        f"{_name_in_model(key)}: {reason}" for key, reason in report.mismatched.items()
+    ]
 
 
-def _name(key: str) -> str:
+def _name_in_model(key: str) -> str:
     return key.removeprefix(_GROUP)
 
 
@@ -141,6 +144,7 @@ def weights_rules(
         return
     with torch.device("meta"):  # names and shapes
         whole = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0)
+    # as a checkpoint would name them: padding and splits play no part
     expected = {shard.key: shard.info.shape for shard in whole.sharded_state_dict().values()}
     problems = list(_differences(expected, stored, compares_vocabulary=tokens is not None))
     yield not problems, _refusal(url, problems, len(stored)) if problems else ""
@@ -151,16 +155,16 @@ def _differences(
 ) -> Iterator[str]:
     """A line per array that is on one side only, or of two shapes."""
     for key, shape in expected.items():
-        name = _name(key)
+        name = _name_in_model(key)
         if key not in stored:
             yield f"{name} is not there"
             continue
         theirs = tuple(stored[key].shape)
-        if theirs == shape or (name == _POSITIONS and _grows(theirs, shape)):
+        if theirs == shape or (name == _POSITIONS and _has_more_rows(theirs, shape)):
             continue
         if name == _POSITIONS and theirs[0] > shape[0]:
             yield f"{name} is {theirs} there and {shape} here; give model.max_position_embeddings={theirs[0]}"
         elif compares_vocabulary or theirs[1:] != shape[1:] or name not in (_TABLE, _HEAD):
             yield f"{name} is {theirs} there and {shape} here"
     for key in sorted(stored.keys() - expected.keys()):
-        yield f"{_name(key)} is there, and nothing here takes it"
+        yield f"{_name_in_model(key)} is there, and nothing here takes it"

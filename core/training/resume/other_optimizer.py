@@ -25,7 +25,7 @@ def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) ->
     stored, current = _both_sides(template, url, ps)
     if stored is None or stored == current:
         return None
-    if words := _other_kinds(_kinds(stored), _kinds(current)):
+    if words := _other_kinds(_kinds_of_states(stored), _kinds_of_states(current)):
         return words
     only_there = sorted({_name(key) for key in stored - current})
     only_here = sorted({_name(key) for key in current - stored})
@@ -42,9 +42,9 @@ def refuse_other_optimizer(run: RunConfig, url: str, ps: ParallelState) -> None:
 
     Collective. Raises ValueError, on every rank.
     """
-    stored = from_first(lambda: sorted(_stored(url) or ()), ps)
+    stored = from_first(lambda: sorted(_stored_keys(url) or ()), ps)
     # main weights are left out where the weights are their own; an average may begin
-    saved = {*_kinds(set(stored))} - {MAIN}
+    saved = {*_kinds_of_states(set(stored))} - {MAIN}
     current = {*run.optimizer.state_kinds}
     current -= {EMA} - saved
     # of Muon's kinds a model has only some if it has no hidden matrices, or none that are trained
@@ -86,7 +86,7 @@ def fitted_average(
     All-gather of names over the world.
     """
     stored, current = _both_sides(template, url, ps)
-    if stored is None or EMA not in _kinds(current) or EMA in _kinds(stored):
+    if stored is None or EMA not in _kinds_of_states(current) or EMA in _kinds_of_states(stored):
         return template, False
     states = {}
     for name, kinds in template["states"].items():
@@ -104,7 +104,7 @@ def _both_sides(
             local.update(shard.key for shard in (shards if isinstance(shards, list) else [shards]))
     in_checkpoint: set[str] | None = None
     if ps.rank == 0:
-        in_checkpoint = _stored(url)
+        in_checkpoint = _stored_keys(url)
     stored, *_ = all_gather_objects(in_checkpoint, ps.world)
     return stored, set().union(*all_gather_objects(local, ps.world))
 
@@ -128,7 +128,7 @@ def begin_states(optimizer: ShardedOptimizer, step: int) -> None:
     )
 
 
-def _stored(url: str) -> set[str] | None:
+def _stored_keys(url: str) -> set[str] | None:
     try:
         keys = map(key_of, open_stored(url, sizes=False).metadata)
         return {key for key in keys if key.startswith(_GROUP)}
@@ -136,7 +136,7 @@ def _stored(url: str) -> set[str] | None:
         return None
 
 
-def _kinds(keys: set[str]) -> list[str]:
+def _kinds_of_states(keys: set[str]) -> list[str]:
     return sorted({key.split("/")[1] for key in keys})
 
 

@@ -126,9 +126,9 @@ def tell(
 ) -> None:
     """After a run: `report.html` and `report.png`, the last step drawn, a sample, bits per byte of the validation
     texts beside the baselines."""
-    # what needs no model: how far the run got is seen against these
     output = Path(loaded.run.training.output)
     records = log.records
+    # what needs no model: how far the run got is seen against these
     baselines = dict(corpus.baselines)
     facts = run_facts(records, layout_in_words(ps, loaded.run), parameters)
     write_report(

@@ -83,7 +83,7 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
                 f"the run of {target} kept no checkpoint; train it with checkpoint.directory=DIRECTORY"
             )
         target = str(directory)
-    url = _newest(target)
+    url = _newest_checkpoint(target)
     # what a run.toml says goes before what the checkpoint remembers
     settings = settings or _of_checkpoint(url)
     objects = load_common_state_dict(url)
@@ -114,7 +114,7 @@ def _from_file(path: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name in fields_by_name}
 
 
-def _newest(target: str) -> str:
+def _newest_checkpoint(target: str) -> str:
     """The checkpoint itself, or the newest of a directory of steps."""
     if "://" not in target and (Path(target) / MANIFEST).is_file():
         return target

@@ -92,6 +92,7 @@ class Qwen3Moe(LlamaLike):
             "num_experts_per_tok": config.moe_router_topk,
             "moe_intermediate_size": config.moe_ffn,
             "norm_topk_prob": not config.moe_router_pre_softmax,
+            # every layer has experts, but for those that are named below
             "decoder_sparse_step": 1,
             "mlp_only_layers": [
                 layer for layer in range(config.num_layers) if not config.has_experts(layer)

@@ -128,6 +128,7 @@ class Gemma3(LlamaLike):
         """In the older form, which every version of transformers reads: local layers are never scaled there."""
         windows = config.windows or (None,) * config.num_layers
         per_layer = config.rotary_per_layer or ()
+        # a kind that no layer is of keeps its default
         of_kind = {kind: RotaryConfig(base=base) for kind, base in _BASES.items()}
         for window, rotary in zip(windows, per_layer, strict=False):
             if rotary is not None:

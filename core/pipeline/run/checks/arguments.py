@@ -27,6 +27,7 @@ def agree(ps: ParallelState, arguments: list[str], problem: Exception | None = N
     if problem is not None:
         text = f"{type(problem).__name__}: {problem}"
     per_rank = all_gather_objects((arguments, text, uuid.uuid4().hex), ps.world)
+    # only now: the other ranks wait in the gather, and learn of it there
     if problem is not None:
         raise problem
     expected, _, shared_name = per_rank[0]

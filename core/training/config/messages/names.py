@@ -40,7 +40,7 @@ def unknown(name: str, fields_by_name: Mapping[str, Field]) -> str:
     """What is said about a name that no field has: the nearest one that there is."""
     sections = sorted({field.section for field in fields_by_name.values()} - {""})
     if name in sections:
-        first = _first(name, fields_by_name)
+        first = _first_of_section(name, fields_by_name)
         return f"{name} is a part of a run, with fields of its own; give {name}.{first} or others"
     section, _, key = name.rpartition(".")
     if key in REMARKS and TORCHTITAN.get(name) is None:
@@ -68,7 +68,7 @@ def _nearest(name: str, section: str, key: str, fields_by_name: Mapping[str, Fie
     return _by_key(key, fields_by_name)
 
 
-def _first(section: str, fields_by_name: Mapping[str, Field]) -> str:
+def _first_of_section(section: str, fields_by_name: Mapping[str, Field]) -> str:
     return next(field.key for field in fields_by_name.values() if field.section == section)
 
 

@@ -29,7 +29,7 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     Raises ValueError: a damaged or foreign file (by its name), a tokenizer that does not fit, files that differ from
     rank to rank. All-gather of objects over the world.
     """
-    shards = _shards(data)
+    shards = _shards_of_list(data)
     if data.train:
         train_files = [(None, shards.open(0))] if shards is not None else _open_files(data.train)
         valid_files = _open_files(data.valid)
@@ -59,7 +59,7 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     train_parts: Sequence[Part] = train_files
     valid_parts: Sequence[Part] = valid_files
     if not valid_files and shards is None:
-        train_parts, valid_parts = _split(train_files, data.split)
+        train_parts, valid_parts = _split_parts(train_files, data.split)
     valid_sets = {name: _open_files([prefix]) for name, prefix in data.valid_sets.items()}
     named_files = [part for files in valid_sets.values() for part in files]
     corpus = Corpus(
@@ -79,7 +79,7 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     return corpus
 
 
-def _shards(data: DataConfig) -> LocalShards | None:
+def _shards_of_list(data: DataConfig) -> LocalShards | None:
     """Those of a list of shards; None where `train` is none. Raises ValueError, FileNotFoundError: a damaged list."""
     if not (data.train and is_list(data.train[0])):
         return None
@@ -136,7 +136,7 @@ def _open_files(names: Sequence[str]) -> list[tuple[float | None, TokenFile]]:
     return [(weight, TokenFile(prefix)) for weight, prefix in open_blend(names)]
 
 
-def _split(
+def _split_parts(
     files: Sequence[tuple[float | None, TokenFile]], split: str
 ) -> tuple[list[Part], list[Part]]:
     """(training parts, validation parts), cut between documents."""

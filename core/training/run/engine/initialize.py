@@ -64,12 +64,12 @@ def initialize(
     _refuse_swapped_arguments(model, batches)
     joins_world = not is_initialized()
     world_size = started_processes() if joins_world else world()[1]
-    run = _checked(_run_config(config), model, world_size)
+    run = _checked_run(_run_config(config), model, world_size)
     # configuration first: its mistakes are reported before any process group exists
-    device = _joined(run, joins_world=joins_world)
+    device = _join_world(run, joins_world=joins_world)
     ps = _parallel_state(run, model, device)
     if joins_world:
-        atexit.register(_leave, ps)
+        atexit.register(_leave_groups, ps)
 
     # the text, the model, data parallelism and the optimizer, the executor, the checkpoints
     corpus = None
@@ -77,7 +77,7 @@ def initialize(
         corpus = open_corpus(run.data, run.training, ps)
         if model is None:
             refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
-    stages = _stages(run, model, corpus, ps)
+    stages = _build_stages(run, model, corpus, ps)
     _, optimizer, executor, checkpoints = assemble(stages, run, corpus, ps, _say_on_first_rank(ps))
     source = batches if corpus is None else corpus.train
     # load before the loader is made: it begins with the batch after the checkpoint's
@@ -100,7 +100,7 @@ def initialize(
     )
 
 
-def _joined(run: RunConfig, *, joins_world: bool) -> torch.device:
+def _join_world(run: RunConfig, *, joins_world: bool) -> torch.device:
     """This rank's device, once all ranks are there and were given the same configuration."""
     device = join_world(run.device, backend=run.parallel.backend)
     if joins_world and is_initialized():
@@ -112,7 +112,7 @@ def _joined(run: RunConfig, *, joins_world: bool) -> torch.device:
     return device
 
 
-def _leave(ps: ParallelState) -> None:
+def _leave_groups(ps: ParallelState) -> None:
     """No group is held any more, unless the program has ended communication itself."""
     if is_initialized():
         ps.leave()
@@ -143,7 +143,7 @@ def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
     return RunConfig.from_dict(config or {})
 
 
-def _checked(
+def _checked_run(
     run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, world_size: int
 ) -> RunConfig:
     """The run with its data size. Weights for a model of the user's are compared with it when they are loaded.
@@ -189,7 +189,7 @@ def _parallel_state(
     return existing
 
 
-def _stages(
+def _build_stages(
     run: RunConfig,
     model: nn.Module | Mapping[int, nn.Module] | None,
     corpus: Corpus | None,
