@@ -90,9 +90,10 @@ class OwnModules:
             self._by_hand = None
         elif self._by_hand is not None:
             self._by_hand.close()
-            self._by_hand.open(
-                p for m in self._waiting for p in m.parameters() if "tp" in layout_of(p).split
-            )
+            split = []
+            for waiting in self._waiting:
+                split += [p for p in waiting.parameters() if "tp" in layout_of(p).split]
+            self._by_hand.open(split)
         if not any(isinstance(hook, _Before) for hook in module._forward_pre_hooks.values()):
             before = _Before(self._group, self._splits_sequence)
             module.register_forward_pre_hook(before, with_kwargs=True)

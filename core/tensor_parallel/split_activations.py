@@ -235,11 +235,9 @@ class SplitActivations(Follower):
                 self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
             return
         # a sum of parts plus something whole would count the whole once per rank
-        others = [
-            x
-            for x in pytree.tree_leaves((args, kwargs))
-            if isinstance(x, Tensor) and not any(x is y for y in inputs)
-        ]
+        input_ids = {id(x) for x in inputs}
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        others = [x for x in tensors if id(x) not in input_ids]
         if others or name not in split_functions.LINEAR:
             self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
         else:

@@ -93,9 +93,8 @@ def _broadcast_first(module: Modules, ps: ParallelState) -> None:
     tensors: list[tuple[str, Tensor]] = [
         (layout_of(p).gradient_groups[0], p) for _, p in named_parameters(module)
     ]
-    tensors += [
-        ("dp-cp", buffer) for stage in modules_of(module).values() for buffer in stage.buffers()
-    ]
+    for stage in modules_of(module).values():
+        tensors += [("dp-cp", buffer) for buffer in stage.buffers()]
     for name, tensor in tensors:
         group = ps.group(name)
         # built on meta: every rank will draw the same values

@@ -6,6 +6,7 @@ What reads a model (`evaluate`, `generate`, `checkpoint.weights`, exports) reads
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.tools.export import MODEL, weights
 from core.dist_checkpointing.tools.offline import write_offline
 from core.dist_checkpointing.writing.job import Cells
-from core.parallel_state.flat import Box, slices, volume
+from core.parallel_state.flat import Box, slices
 
 AVERAGE = "optimizer/ema/"
 
@@ -43,10 +44,7 @@ def averaged_bytes(stored: StoredCheckpoint) -> int:
             f"{stored.directory.url} holds 0 arrays below {AVERAGE}: its run kept no average of the weights; train "
             "with optimizer.ema_decay = 0.999, say"
         )
-    return sum(
-        volume(tuple((0, size) for size in info.shape)) * info.itemsize
-        for info in infos_of(stored).values()
-    )
+    return sum(prod(info.shape) * info.itemsize for info in infos_of(stored).values())
 
 
 def write_averaged(stored: StoredCheckpoint, url: str, done: Done) -> list[str]:

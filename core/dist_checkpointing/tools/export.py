@@ -144,9 +144,9 @@ def per_rank(
         if pp > 1:
             name += f"_{pp_rank:03d}"
         tensors_by_rank[name] = tensors(stored, tp=(tp_rank, tp), pp=(pp_rank, pp))
-    total = sum(
-        tensor.nbytes for rank_tensors in tensors_by_rank.values() for tensor in rank_tensors
-    )
+    total = 0
+    for rank_tensors in tensors_by_rank.values():
+        total += sum(tensor.nbytes for tensor in rank_tensors)
     with new_folder(folder) as temporary, space_for(open_dir(temporary), total):
         for name, rank_tensors in tensors_by_rank.items():
             (temporary / name).mkdir()

@@ -41,9 +41,9 @@ class Row:
 
     def of_experts(self, count: int) -> "Row":
         """The row with every expert's name: of the first name all experts, then of the next."""
-        names = [
-            name.replace("{e}", str(expert)) for name in self.hf_names for expert in range(count)
-        ]
+        names: list[str] = []
+        for name in self.hf_names:
+            names += [name.replace("{e}", str(expert)) for expert in range(count)]
         return Row(self.ours, self.kind, tuple(names))
 
     def blocks(self, box: Slices, config: TransformerConfig) -> list[Block]:
@@ -84,11 +84,12 @@ def rows_of(
 
 def _with_biases(table: Mapping[tuple[str, Kind], tuple[str, ...]]) -> tuple[Row, ...]:
     """A row for the weight and one for the bias, laid out alike. One that a model does not have is skipped."""
-    return tuple(
-        Row(f"{ours}.{suffix}", kind, tuple(f"{name}.{suffix}" for name in hf_names))
-        for (ours, kind), hf_names in table.items()
-        for suffix in ("weight", "bias")
-    )
+    rows = []
+    for (ours, kind), hf_names in table.items():
+        for suffix in ("weight", "bias"):
+            theirs = tuple(f"{name}.{suffix}" for name in hf_names)
+            rows.append(Row(f"{ours}.{suffix}", kind, theirs))
+    return tuple(rows)
 
 
 _OURS = "decoder.layers.{n}."

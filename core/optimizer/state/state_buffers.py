@@ -115,11 +115,10 @@ class StateBuffer:
 
     def state_kinds(self) -> list[str]:
         """The states that some of its parameters have, in a fixed order."""
-        return list(
-            dict.fromkeys(
-                kind for shard in self.parameter_shards for kind in self.kinds[shard.name]
-            )
-        )
+        kinds: dict[str, None] = {}
+        for shard in self.parameter_shards:
+            kinds |= dict.fromkeys(self.kinds[shard.name])
+        return list(kinds)
 
 
 def _runs_of(buffer: Buffer, key_of: KeyOf) -> list[ElementRun]:

@@ -78,10 +78,11 @@ class MemoryReport:
 
     def _tensors(self) -> dict[str, list[Tensor]]:
         """kind -> tensors, of which several may share a storage."""
-        modules = modules_of(self.stages).values()
-        weights: list[Tensor] = [
-            parameter for module in modules for parameter in module.parameters()
-        ]
+        weights: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for module in modules_of(self.stages).values():
+            weights += module.parameters()
+            buffers += module.buffers()
         maybe_gradients: list[Tensor | None] = []
         for parameter in weights:
             maybe_gradients += [parameter.grad, getattr(parameter, "main_grad", None)]
@@ -95,7 +96,6 @@ class MemoryReport:
                 # views of one bucket share its storage, which is counted once
                 weights += flat_buffer.memory["weights"]
                 gradients += flat_buffer.memory["gradients"]
-        buffers = [buffer for module in modules for buffer in module.buffers()]
         return {"parameters": weights, "gradients": gradients, "buffers": buffers}
 
     def local_usage(self, activations: int = 0) -> Usage:
@@ -208,11 +208,9 @@ def expected_of(
 ) -> StateBytes:
     """`expected_bytes` of every bucket, and of parameters that do not train."""
     config = optimizer.config
-    parameters = [
-        parameter
-        for module in modules_of(shard.module).values()
-        for parameter in module.parameters()
-    ]
+    parameters: list[Tensor] = []
+    for module in modules_of(shard.module).values():
+        parameters += module.parameters()
     frozen = [parameter.detach() for parameter in parameters if not parameter.requires_grad]
     total = StateBytes(weights=_uncounted_bytes(frozen, set()))
     for buffer in shard.buffers:

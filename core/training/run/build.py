@@ -53,9 +53,10 @@ def freeze(stages: Mapping[int, nn.Module], optimizer: OptimizerConfig, ps: Para
     if not patterns_of(optimizer):
         return
     local = dict(named_parameters(stages))
-    all_names = dict.fromkeys(
-        name for names in all_gather_objects(list(local), ps.group("pp")) for name in names
-    )
+    # a dict: each once, in the order of the stages
+    all_names: dict[str, None] = {}
+    for stage_names in all_gather_objects(list(local), ps.group("pp")):
+        all_names |= dict.fromkeys(stage_names)
     problems = [f"optimizer.{message}" for message in unmatched(optimizer, all_names)]
     frozen = [name for name in all_names if is_frozen(optimizer, name)]
     if len(frozen) == len(all_names):

@@ -6,7 +6,7 @@ weights, and on the way back (4) the experts' outputs. Backward: the same the ot
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -137,7 +137,7 @@ def _refuse_broken(router: Router, ranks: list[int]) -> None:
 
 def _regrouped(arriving: list[list[int]], device: torch.device) -> Tensor:
     """Row numbers of what arrived, sorted by (rank, expert), in the order (expert, rank)."""
-    flat = [count for row in arriving for count in row]
+    flat = list(chain.from_iterable(arriving))
     starts = [0, *accumulate(flat)][:-1]
     # the grouped matmul wants each expert's rows together, whoever sent them
     experts = len(arriving[0])

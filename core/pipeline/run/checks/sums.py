@@ -102,9 +102,9 @@ class SumsWatch:
         given = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)
         if takes_tokens and given is not None and not callable(given):
             return
-        parameters = [
-            p for group in optimizer.param_groups for p in group["params"] if id(p) in states
-        ]
+        parameters = []
+        for group in optimizer.param_groups:
+            parameters += [p for p in group["params"] if id(p) in states]
         with_gradient = [p for p in parameters if states[id(p)]]
         if not with_gradient:
             return
