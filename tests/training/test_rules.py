@@ -98,20 +98,6 @@ WRONG = {
         1,
         "rotary positions rotate pairs of dims, hidden_size=36 with num_attention_heads=12 has heads of 3; use an",
     ),
-    "muon beside sharded states": (
-        {"optimizer": OptimizerConfig(optimizer="muon")},
-        2,
-        "optimizer=muon orthogonalises whole matrices, zero_stage=1 and tensor=1 may cut them; use zero_stage=0 and",
-    ),
-    "muon beside tensor ranks": (
-        {
-            "optimizer": OptimizerConfig(optimizer="muon"),
-            "data_parallel": DataParallelConfig(zero_stage=0),
-            "parallel": ParallelConfig(tensor=2),
-        },
-        2,
-        "zero_stage=0 and tensor=2 may cut them",
-    ),
     "muon on the host": (
         {
             "optimizer": OptimizerConfig(optimizer="muon"),
@@ -290,5 +276,5 @@ def test_what_the_update_needs_may_be_given():
     check_run(**run, world_size=1)
     run = FITS | {"model": replace(MODEL, fp16=True), "data_parallel": DataParallelConfig(reduce_dtype="float16")}
     check_run(**run, world_size=1)
-    whole = DataParallelConfig(zero_stage=0)
-    check_run(**FITS, data_parallel=whole, optimizer=OptimizerConfig(optimizer="muon"), world_size=2)
+    cut = {"data_parallel": DataParallelConfig(zero_stage=3), "parallel": ParallelConfig(tensor=2)}
+    check_run(**FITS | cut, optimizer=OptimizerConfig(optimizer="muon"), world_size=4)
