@@ -188,6 +188,17 @@ def test_all_parts_of_a_run_are_told_at_once():
     "make, messages",
     [
         (
+            lambda: TrainingConfig(offload_activations=0.5, recompute="stage", compile="layer"),
+            [
+                "offload_activations=0.5 moves what single operations save, compile=layer makes 1 of a layer's; use",
+                "offload_activations=0.5 moves what layers save in forward, which is nothing with recompute=stage",
+            ],
+        ),
+        (
+            lambda: TrainingConfig(offload_activations=2),
+            ["offload_activations=2 must be between 0 (no layer) and 1 (all of them)"],
+        ),
+        (
             lambda: TrainingConfig(train_steps=0, global_batch_size=-1, log_interval=0, eval_interval=-1),
             [
                 "train_steps=0 must be",
@@ -226,7 +237,7 @@ def test_all_parts_of_a_run_are_told_at_once():
             ["unknown offload 'weights'; known: none, optimizer", "check_replicas_every=-1 must be at least 0"],
         ),
     ],
-    ids=["training", "data", "model", "data parallel", "replicas"],
+    ids=["offload", "share", "training", "data", "model", "data parallel", "replicas"],
 )
 def test_each_config_tells_all_that_is_wrong_with_it(make, messages):
     with pytest.raises(ValueError) as error:
