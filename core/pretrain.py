@@ -88,9 +88,10 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             experts=loads_of(stages.values(), ps),
         )
     if skipped := optimizer.skipped_steps:
-        console.say(
-            f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite"
-        )
+        reason = "their gradients were not finite"
+        if run.optimizer.skip_grad_norm_above:
+            reason += ", or their norm was a spike"
+        console.say(f"{skipped} of {optimizer.step_count} steps were skipped: {reason}")
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
     steps, prompt = last_step(executor), corpus.prompt(s // 2 or 1)

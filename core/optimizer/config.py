@@ -106,6 +106,12 @@ class OptimizerConfig:
     max_skipped_steps: int = 0
     """That many skipped updates in a row are an error; 0: only if all of the first 100 are."""
 
+    skip_grad_norm_above: float = 0.0
+    """Skip an update whose gradient norm is above this times the median of those before; 0: none is skipped."""
+
+    skip_window: int = 128
+    """Of how many norms skip_grad_norm_above takes the median; nothing is skipped before half of them are known."""
+
     def __post_init__(self) -> None:
         if isinstance(self.freeze, str):  # a pattern by itself
             object.__setattr__(self, "freeze", (self.freeze,))
@@ -188,6 +194,11 @@ class OptimizerConfig:
             self.max_skipped_steps >= 0,
             f"max_skipped_steps={self.max_skipped_steps} must be at least 0 (never)",
         )
+        yield (
+            self.skip_grad_norm_above == 0 or self.skip_grad_norm_above > 1,
+            f"skip_grad_norm_above={self.skip_grad_norm_above} must be above 1 (times the median), or 0 (skips none)",
+        )
+        yield self.skip_window >= 2, f"skip_window={self.skip_window} must be at least 2 norms"
 
     @property
     def first_momentum(self) -> float:

@@ -148,11 +148,7 @@ def test_the_configuration_knows_the_kinds_of_states(name, momentum, ema_decay):
     assert {kind for kinds in states for kind in kinds} - {"main"} == {*config.state_kinds}
 
 
-def test_muon_wants_whole_matrices():
-    with pytest.raises(
-        ValueError, match=r"whole matrices, but zero_stage=1 and tensor=1 may cut them; use zero_stage=0"
-    ):
-        build_optimizer(FakeShard(Net(), zero_stage=1, ranks=2), OptimizerConfig(optimizer="muon"))
+def test_muon_wants_main_weights():
     with pytest.raises(ValueError, match="main_params=False; use main_params=True"):
         build_optimizer(FakeShard(Net()), OptimizerConfig(optimizer="muon", main_params=False))
 

@@ -109,9 +109,9 @@ WRONG = [
         "must be more than warmup_steps=500 (optimizer.lr_decay_steps foll",
     ),
     (
-        {"optimizer": {"optimizer": "muon"}},
+        {"optimizer": {"optimizer": "muon"}, "data_parallel": {"offload": "optimizer"}},
         1,
-        "optimizer=muon orthogonalises whole matrices, zero_stage=1 and tensor=1",
+        "optimizer=muon multiplies matrices where its states are, offload_fraction=1.0",
     ),
     (
         {"optimizer": {"main_params": False}},

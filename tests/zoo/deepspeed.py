@@ -256,8 +256,8 @@ CASES = [
     right("Muon, one rate under two names", of("Muon", muon_lr=0.01, adam_lr=0.01), {"optimizer.lr": 0.01}),
     told("Muon, two rates", of("Muon", muon_lr=0.02, adam_lr=3e-4), "1 rate for all, 0.02; for 0.0003",
          "`ShardedMuon(groups=[...])`"),
-    told("Muon under ZeRO 2", of("Muon", lr=0.02) | {"zero_optimization": {"stage": 2}},
-         "zero_stage=0 instead of 2, the same numbers", "more memory, or AdamW"),
+    right("Muon under ZeRO 2", of("Muon", lr=0.02) | {"zero_optimization": {"stage": 2}},
+          {"optimizer.optimizer": "muon", "data_parallel.zero_stage": 2}),
     told("Muon per head", of("Muon", lr=0.02, per_head_muon=True), "orthogonalised as a whole", "leave it out"),
     *[told(f"the optimizer {name}", of(name, lr=0.01), "known: adam, adamw, sgd, muon", "one of these")
       for name in ("Lamb", "OneBitAdam", "ZeroOneAdam", "Lion", "Adagrad", "MuAdam")],

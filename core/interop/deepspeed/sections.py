@@ -311,12 +311,6 @@ def _muon(reader: ConfigReader) -> None:
             "ignored",
             "five steps of Newton and Schulz, in torch.optim.Muon's form",
         )
-    # orthogonalisation needs whole matrices: ZeRO would cut them
-    stage = reader.fields.get("data_parallel", {}).get("zero_stage", 0)
-    if stage:
-        reader.fields["data_parallel"]["zero_stage"] = 0
-        reason = f"Muon multiplies whole matrices: data_parallel.zero_stage=0 instead of {stage}, the same numbers"
-        reader.report("zero_optimization.stage", "unsupported", reason, value=stage)
 
 
 def _first_known(*values: float | None) -> float:

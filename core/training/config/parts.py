@@ -172,6 +172,10 @@ class TrainingConfig:
     """What is kept all the same: attention's output, which costs one activation per layer and saves its kernel a
     second run; selective recomputation keeps nothing."""
 
+    offload_activations: float = 0.0
+    """Share of each stage's layers, the first ones, whose activations wait in host memory from forward to backward: 0
+    none, 1 all. On a CPU it is a copy, and saves nothing."""
+
     loss_chunk: int | None = None
     """Tokens whose logits exist at once in the loss, for large vocabularies and long sequences: less memory for a
     product more; default: all of a microbatch."""
@@ -250,6 +254,21 @@ class TrainingConfig:
         yield (
             keeps in ("attention", "nothing"),
             f"unknown recompute_keeps {keeps!r}; known: attention, nothing",
+        )
+        share = self.offload_activations
+        yield (
+            0 <= share <= 1,
+            f"offload_activations={share} must be between 0 (no layer) and 1 (all of them)",
+        )
+        yield (
+            not share or self.compile == "none",
+            f"offload_activations={share} moves what single operations save, compile={self.compile} makes 1 of a "
+            "layer's; use one of the two",
+        )
+        yield (
+            not share or self.recompute != "stage",
+            f"offload_activations={share} moves what layers save in forward, which is nothing with recompute=stage; "
+            "use recompute=layer, selective or none",
         )
         yield (
             self.compile in ("none", "layer"),

@@ -268,23 +268,14 @@ def _export_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointCo
 
 def _update_rules(
     model: ModelConfig,
-    parallel: ParallelConfig,
     data_parallel: DataParallelConfig,
     optimizer: OptimizerConfig,
 ) -> Rules:
-    """Muon needs whole matrices; stochastic rounding and loss scales need their dtypes (mixed precision)."""
-    zero_stage, tensor, is_muon = (
-        data_parallel.zero_stage,
-        parallel.tensor,
-        optimizer.optimizer == "muon",
-    )
+    """Muon needs its states at hand; stochastic rounding and loss scales need their dtypes (mixed precision)."""
     yield (
-        not is_muon or (zero_stage == 0 and tensor == 1),
-        f"optimizer=muon orthogonalises whole matrices, zero_stage={zero_stage} and tensor={tensor} may cut them; "
-        "use zero_stage=0 and tensor=1, or optimizer=adamw",
-    )
-    yield (
-        not is_muon or data_parallel.offload == "none" or data_parallel.offload_fraction == 0,
+        optimizer.optimizer != "muon"
+        or data_parallel.offload == "none"
+        or data_parallel.offload_fraction == 0,
         f"optimizer=muon multiplies matrices where its states are, offload_fraction={data_parallel.offload_fraction} "
         "of them would be on the host; use offload=none, or optimizer=adamw",
     )
@@ -308,7 +299,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 # each group of rules with the parts of a run that it needs: it is checked even if other parts are wrong
 _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("checkpoint",), _checkpoint_rules),
-    (("model", "parallel", "data_parallel", "optimizer"), _update_rules),
+    (("model", "data_parallel", "optimizer"), _update_rules),
     (("model", "parallel"), _model_rules),
     (("model", "data"), _position_rules),
     (("model", "data", "checkpoint"), _folder_rules),

@@ -161,8 +161,9 @@ class StepRecord:
 
     mfu: the part of all devices' FLOP/s that the model's own products used, None where no peak is known.
     memory_mib: the most that rank 0 held so far (`memory_mib`). skipped: steps since the last record that changed
-    nothing, because a gradient was not finite. time: seconds since 1970. tokens_seen: tokens that the run has read,
-    those before a resume included. experts: of each layer that has some, in order, how evenly they were used.
+    nothing, because a gradient was not finite, or the norm a spike; spikes: the latter. time: seconds since 1970.
+    tokens_seen: tokens that the run has read, those before a resume included. experts: of each layer that has some,
+    in order, how evenly they were used.
 
     A new field is filled in `run/loop.py`, printed by `line`, drawn by `log/page.py` and sent on by `log/sinks.py`.
     """
@@ -181,6 +182,7 @@ class StepRecord:
     time: float | None = None
     tokens_seen: int | None = None
     experts: tuple[ExpertLoad, ...] = ()
+    spikes: int = 0
 
     @property
     def expert_load(self) -> float | None:

@@ -196,7 +196,9 @@ def _tiles(
         yield tile("MFU", f"{utilization[len(utilization) // 2]:.1%}", "median")
     if memory := known("memory_mib"):
         yield tile("peak memory", short(memory[-1]), "MiB, rank 0")
-    yield tile("skipped steps", f"{sum(record.skipped for record in records):,}", "in all")
+    spikes = sum(record.spikes for record in records)
+    told = f"{spikes:,} of them spikes of the gradient norm" if spikes else "in all"
+    yield tile("skipped steps", f"{sum(record.skipped for record in records):,}", told)
 
 
 def _bits(bytes_per_token: float) -> float | None:

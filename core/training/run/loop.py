@@ -100,16 +100,19 @@ class _Meter:
         self._last_read, self._first_step = time.perf_counter(), start
         self._tokens: Tensor | float = 0.0
         self._skipped: Tensor | int = 0
+        self._spikes: Tensor | int = 0
 
-    def add(self, num_tokens: Tensor, skipped: Tensor) -> None:
+    def add(self, num_tokens: Tensor, stats: StepStats) -> None:
         """Take one step's numbers into the running sums."""
         # tensors: reading them in every step would make the host wait for the device
-        self._tokens, self._skipped = self._tokens + num_tokens, self._skipped + skipped
+        self._tokens, self._skipped = self._tokens + num_tokens, self._skipped + stats.skipped
+        self._spikes = self._spikes + (stats.skipped & ~stats.found_inf)
 
     def record(
         self, step: int, loss: float, learning_rate: float, stats: StepStats, tokens: Tensor
     ) -> StepRecord:
         """What is logged of step number `step` (from 0), with the rates since the last record."""
+        spikes, self._spikes = int(self._spikes), 0
         tokens_per_s, seconds, skipped = self._read(step)
         flops_per_s = (
             tokens_per_s * self._flops
@@ -132,6 +135,7 @@ class _Meter:
             time=time.time(),
             tokens_seen=self.tokens_seen(step),
             experts=tuple(self._experts()) if self._experts is not None else (),
+            spikes=spikes,
         )
 
     def tokens_seen(self, step: int) -> int | None:
@@ -214,7 +218,7 @@ def train(
         result, stats = update(
             executor, optimizer, _batch(batch_of, step), next_token_loss, checkpoints
         )
-        meter.add(result.num_tokens, stats.skipped)
+        meter.add(result.num_tokens, stats)
 
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
         last = step == config.train_steps - 1
@@ -274,24 +278,42 @@ def _log_step(
     log: MetricsLog,
     say: Callable[[str], None],
 ) -> None:
-    # every rank logs the same steps: all raise here, or all take part in the collective of `non_finite`
+    # every rank logs the same steps: all take part in the collective of `non_finite`, and raise, or none does
     if record.loss != record.loss:
         raise RuntimeError(
-            f"the loss of step {record.step - 1} is not a number; lower the learning rate"
+            f"the loss of step {record.step - 1} is not a number; not finite in its gradient: {_names(optimizer)}; "
+            "lower the learning rate"
         )
     log.add(record)
     say(record.line(config.train_steps))
-    if bool(stats.skipped):
-        say(_skipped_line(record, optimizer, config))
+    if record.skipped:
+        say(_skipped_line(record, stats, optimizer, config))
 
 
-def _skipped_line(record: StepRecord, optimizer: Optimizer, config: TrainingConfig) -> str:
-    """Why a step changed nothing. Collective where the names of gradients are asked for."""
+def _skipped_line(
+    record: StepRecord, stats: StepStats, optimizer: Optimizer, config: TrainingConfig
+) -> str:
+    """Why this step changed nothing, or others since the last line. Collective where names are asked for."""
     scale = optimizer.loss_scale
-    if isinstance(scale, Tensor):  # float16: it is normal that the scale is tried, and halved
-        return f"step {record.step:5d}/{config.train_steps} | skipped: float16 overflow | loss scale {float(scale):g}"
-    names = ", ".join(optimizer.non_finite()[:5]) or "the norm"
-    return f"step {record.step} was skipped; not finite: {names}"
+    is_float16 = isinstance(scale, Tensor)
+    place = f"step {record.step:5d}/{config.train_steps}"
+    if spike := stats.spike_in_words():
+        return f"step {record.step} was skipped; {spike}"
+    if bool(stats.skipped):
+        if is_float16:  # it is normal that the scale is tried, and halved
+            return f"{place} | skipped: float16 overflow | loss scale {float(scale):g}"
+        return f"step {record.step} was skipped; not finite: {_names(optimizer)}"
+    told = f"{record.skipped} steps since the last line were skipped"
+    if record.spikes:
+        told += f", {record.spikes} of them as spikes of the gradient norm"
+    if record.spikes < record.skipped and not is_float16:
+        told += f"; not finite: {_names(optimizer)}"
+    return told
+
+
+def _names(optimizer: Optimizer) -> str:
+    """Of gradients of the last skipped step that were not finite; collective."""
+    return ", ".join(optimizer.non_finite()[:5]) or "the norm"
 
 
 def _validate(
