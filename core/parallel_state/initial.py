@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,10 @@ class Init:
         self, shape: tuple[int, ...], device: torch.device, generator: torch.Generator
     ) -> Tensor:
         """float32 values of that shape."""
-        values = torch.empty(shape, device=device, dtype=torch.float32)
+        how: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
         if self.bound:
-            return values.uniform_(-self.bound, self.bound, generator=generator).add_(self.mean)
-        return values.normal_(generator=generator).mul_(self.std).add_(self.mean)
+            return torch.rand(shape, **how).mul_(2 * self.bound).add_(self.mean - self.bound)
+        return torch.randn(shape, **how).mul_(self.std).add_(self.mean)
 
 
 def initialize_parameters(

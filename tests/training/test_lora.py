@@ -6,17 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.reading.lazy import lazy_tensors
 from core.dist_checkpointing.reading.loading import open_stored
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
+from core.models.huggingface.adapters import export_adapters
 from core.models.huggingface.exporting import export_huggingface
 from core.models.lora.base import load_adapted
 from core.parallel_state import ParallelState
 from core.training import RunConfig, initialize
 from core.training.config.memory import fullest_rank
+from core.training.evaluate import main as evaluate
+from core.training.generate import main as write_text
 from core.training.generation import generate
 from tests.training.test_begin import fields_of
 from tests.training.test_begin import made as made  # the fixture
@@ -48,9 +52,9 @@ def base(made, tmp_path_factory):
 @pytest.mark.parametrize(
     ("world", "layout"),
     [
-        (2, {"parallel__tensor": 2, "parallel__sequence_parallel": True}),
+        pytest.param(2, {"parallel__tensor": 2, "parallel__sequence_parallel": True}, marks=pytest.mark.full),
         (2, ZBV),
-        (2, {"data_parallel__zero_stage": 3, "training__recompute": "layer"}),
+        pytest.param(2, {"data_parallel__zero_stage": 3, "training__recompute": "layer"}, marks=pytest.mark.full),
         pytest.param(4, ZBV | {"parallel__tensor": 2}, marks=pytest.mark.full),
     ],
 )
@@ -85,10 +89,10 @@ def test_the_base_is_written_where_that_is_asked_for(made, tmp_path):
 
 def model_of(url, made, kind="llama-tied"):
     """The run's model in float64, adapters beside the weights of its folder."""
-    arguments = from_huggingface(made.train.parent / kind).arguments()
+    arguments = from_huggingface(made.train.parent / kind, params_dtype=torch.float64).arguments()
     model = GPTModel(**arguments, parallel=ParallelState.single("cpu"))
     load_adapted({0: model}, url, model.parallel)
-    return model.double().eval()
+    return model.eval()
 
 
 def test_an_export_is_the_adapted_model(made, base, tmp_path):
@@ -105,7 +109,7 @@ def test_an_export_is_the_adapted_model(made, base, tmp_path):
         assert (plain(tokens).logits - expected).abs().max() > 1e-2, "it has learned something"
     again = GPTModel(**from_huggingface(tmp_path / "hf").arguments(), parallel=ParallelState.single("cpu"))
     load_huggingface(again, tmp_path / "hf")
-    assert generate(again.double(), [1, 2, 3], new_tokens=8) == generate(adapted, [1, 2, 3], new_tokens=8)
+    assert generate(again, [1, 2, 3], new_tokens=8) == generate(adapted, [1, 2, 3], new_tokens=8)
 
 
 def exported(made, folder, **layout):
@@ -209,3 +213,69 @@ def test_the_memory_that_is_told_is_what_a_run_holds(made):
 def test_facts_can_be_read_again(base):
     assert json.loads(json.dumps(open_stored(base[1]).run["lora"]))["modules"]
     assert CheckpointRoot(str(Path(base[1]).parent)).steps() == [3]
+
+
+def ours_of(theirs, made, kind):
+    """A model of transformers' in ours, in float64."""
+    arguments = from_huggingface(made.train.parent / kind, params_dtype=torch.float64).arguments()
+    model = GPTModel(**arguments, parallel=ParallelState.single("cpu"))
+    load_huggingface(model, theirs.state_dict())
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["llama-tied", "qwen3"])
+def test_a_folder_of_pefts(made, tmp_path, kind):
+    """By the names and shapes that peft gives its own, and with the adapted model's numbers as peft computes them."""
+    trained(made, tmp_path / "run", kind)
+    url = f"{tmp_path}/run/step-00000003"
+    count = export_adapters(url, tmp_path / "peft")
+    factors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    folder = made.train.parent / kind
+    assert count == len(factors) == 4 * 7 * 2 and config["base_model_name_or_path"] == str(folder)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    tokens = torch.arange(8)[None]
+    expected = model_of(url, made, kind)(tokens).detach()
+    # peft's W x + (lora_alpha / r) B A x, by its names
+    for name in config["target_modules"]:
+        weight = theirs.get_submodule(name).weight
+        a, b = (factors[f"base_model.model.{name}.lora_{factor}.weight"].double() for factor in "AB")
+        weight.data += config["lora_alpha"] / config["r"] * b @ a
+    assert (ours_of(theirs, made, kind)(tokens) - expected).abs().max() < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_peft_itself_loads_the_folder(made, base, tmp_path):
+    peft = pytest.importorskip("peft")
+    export_adapters(base[1], tmp_path / "peft")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made.train.parent / "llama-tied", dtype=torch.float64)
+    adapted = peft.PeftModel.from_pretrained(theirs, str(tmp_path / "peft")).double()
+    tokens, expected = torch.arange(8)[None], model_of(base[1], made)(torch.arange(8)[None])
+    assert (adapted(tokens).logits - expected).abs().max() < 1e-6, "its rotary tables are float32"
+    merged = ours_of(adapted.merge_and_unload(), made, "llama-tied")
+    assert (merged(tokens) - expected).abs().max() < 1e-9
+
+
+def test_a_folder_of_pefts_is_not_made_of_everything(made, tmp_path):
+    trained(made, tmp_path / "gpt2", "gpt2")
+    with pytest.raises(ValueError, match="Conv1D"):
+        export_adapters(f"{tmp_path}/gpt2/step-00000003", tmp_path / "peft")
+    trained(made, tmp_path / "whole", lora__rank=None, training__train_steps=1)
+    with pytest.raises(ValueError, match="holds 0 adapters"):
+        export_adapters(f"{tmp_path}/whole/step-00000001", tmp_path / "peft")
+
+
+def test_commands_read_a_checkpoint_of_adapters(made, base, tmp_path, capsys):
+    """generate writes what it writes of the exported model; evaluate finds the same loss."""
+    export_huggingface(base[1], tmp_path / "hf")
+    words = ["--prompt", "def f", "--new-tokens", "6"]
+    assert write_text([base[1], *words]) == 0
+    said = capsys.readouterr().out
+    assert write_text([str(tmp_path / "hf"), *words]) == 0
+    assert capsys.readouterr().out == said
+    found = []
+    for model in (base[1], str(tmp_path / "hf")):
+        assert evaluate([model, "--data", str(made.valid), "--json", "--device", "cpu"]) == 0
+        found.append(json.loads(capsys.readouterr().out)["texts"])
+    losses = [value for texts in found for value in (texts[str(made.valid)]["loss"],)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -23,22 +23,27 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
-def fingerprint(stages: Mapping[int, GPTModel], ps: ParallelState) -> str:
-    """16 hex digits of every frozen parameter's name, dtype and bits, the same on every layout; collective.
+def fingerprint(
+    stages: Mapping[int, GPTModel], ps: ParallelState, dtype: torch.dtype | None = None
+) -> str:
+    """`float32 1f0c...`: of every frozen parameter's name and bits, the same on every layout; collective.
 
-    Sums of bit patterns, which do not depend on how a tensor is cut: it tells other weights, not a forger's.
+    dtype: in which they are compared; default: the model's. Sums of bit patterns, which do not depend on how a tensor
+    is cut: it tells other weights, not a forger's.
     """
     sums: dict[str, int] = {}
+    dtype = dtype or next(iter(stages.values())).config.params_dtype
     for name, parameter in named_parameters(stages):
         layout = layout_of(parameter)
         if not parameter.requires_grad and layout.owned_by(ps.coordinate):
             values = true_part(parameter.detach(), layout, ps.coordinate, ps.sizes)
-            sums[f"{name} {parameter.dtype}"] = _sum_of_bits(values)
+            sums[name] = _sum_of_bits(values.to(dtype))
     whole: dict[str, int] = {}
     for part in all_gather_objects(sums, ps.world):
         for name, number in part.items():
             whole[name] = whole.get(name, 0) + number & _MASK
-    return hashlib.blake2b(repr(sorted(whole.items())).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(repr(sorted(whole.items())).encode(), digest_size=8).hexdigest()
+    return f"{str(dtype).removeprefix('torch.')} {digest}"
 
 
 def _sum_of_bits(values: Tensor) -> int:
@@ -74,7 +79,8 @@ def load_adapted(
         return
     origin = _load_base(stages, run, ps, source)
     apply_lora(stages, config)
-    refuse_other_base(fingerprint(stages, ps), said, checkpoint, origin)
+    written_in = getattr(torch, str(said.get("base", "")).partition(" ")[0], None)
+    refuse_other_base(fingerprint(stages, ps, written_in), said, checkpoint, origin)
     state = lora_state_dict(sharded_state_dict(dict(stages), ps), stages)
     load({"model": state}, checkpoint, ps=ps, cast=True)
 
@@ -87,7 +93,7 @@ def refuse_other_base(found: str, said: Mapping[str, Any], checkpoint: str, orig
     if said.get("base") != found:
         raise ValueError(
             f"{checkpoint} holds adapters of weights {said.get('base')}, those of {origin} are {found}: give the "
-            "folder or checkpoint that the run began with, in its dtype"
+            "folder or checkpoint that the run began with, in that dtype or a wider one"
         )
 
 
