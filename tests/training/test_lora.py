@@ -129,6 +129,22 @@ def test_ranks_export_at_their_end_what_one_process_does(ranks, made, base, tmp_
 
 
 @pytest.mark.parametrize(
+    "more",
+    [
+        {"optimizer__optimizer": "muon", "data_parallel__zero_stage": 0},
+        pytest.param({"model__bf16": True, "optimizer__ema_decay": 0.9}, marks=pytest.mark.full),
+        pytest.param({"data_parallel__offload": "optimizer", "training__loss_chunk": 32}, marks=pytest.mark.full),
+    ],
+)
+def test_a_run_goes_on_as_if_it_had_never_ended(made, tmp_path, more):
+    """With other optimizers, dtypes and memory; of Muon's kinds of states adapters have one only."""
+    trained(made, tmp_path, **more)
+    found, _ = trained(made, tmp_path, training__train_steps=5, **more)
+    alone, _ = trained(made, None, training__train_steps=5, **more)
+    assert found == pytest.approx(alone[3:], abs=5e-5)
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"lora__rank": 8}, ["lora.rank=4 (here 8)"]),
