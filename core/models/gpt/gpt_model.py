@@ -22,6 +22,7 @@ from core.models.gpt.inputs import (
     one_of_two,
     refuse_transforms,
 )
+from core.models.lora.config import LoraConfig
 from core.parallel_state import (
     ParallelState,
     current_state,
@@ -78,6 +79,7 @@ class GPTModel(nn.Module):
     awaits_checkpoint = (
         False  # whether its weights are no numbers yet, because a checkpoint will fill them
     )
+    lora: LoraConfig | None = None  # of the adapters beside its linears
     _columns: SplitActivations | None = None  # follows split logits
 
     def __init__(
@@ -148,7 +150,7 @@ class GPTModel(nn.Module):
         # modules have partial gradients, too; ours say so in their layouts.
         if self.place.splits_sequence:
             sum_gradients_of_foreign(self, self.place.group)
-        self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
+        self.draws = config.hidden_dropout > 0 or config.attention_dropout > 0
         self._first_inputs, self._row_sums, self._warned_of_shards = (
             FirstInputs(),
             RowSums(ps.group("cp"), replicas=ps.size("dp")),
@@ -239,7 +241,7 @@ class GPTModel(nn.Module):
             self._watch.check_before(self, batch)
         # Driven by an executor, dropout's seed is a function of (seed, step, microbatch). In a plain loop it is drawn
         # once per forward from torch's generator, so that `torch.manual_seed` and torch's checkpoint work as usual.
-        if self._draws and self.training and not self.stage.driven:
+        if self.draws and self.training and not self.stage.driven:
             self.stage.drawn = True
             with seeded(CPU, self._drawn_seed()):  # dropout reads it from there (see Dropout.seed)
                 output = self._run_layers(s, tokens, position_ids, mask, labels)

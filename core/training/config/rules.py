@@ -10,9 +10,11 @@ from core import dist_checkpointing
 from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.cached import is_text
 from core.datasets.shards.manifest import Manifest, is_list
+from core.models.lora.config import LoraConfig
 from core.optimizer.config import OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
 from core.parallel_state.context import wrong_length
+from core.training.config.adapters import lora_rules
 from core.training.config.data import DataConfig
 from core.training.config.parts import (
     CheckpointConfig,
@@ -70,13 +72,16 @@ def _position_rules(model: ModelConfig, data: DataConfig) -> Rules:
     )
 
 
-def _folder_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Rules:
+def _folder_rules(
+    model: ModelConfig, lora: LoraConfig, data: DataConfig, checkpoint: CheckpointConfig
+) -> Rules:
     """A Hugging Face folder, or a checkpoint's weights, are looked at where a run begins with them."""
     yield from folder.text_rules(model, data.train, data.tokenizer)
     if model.huggingface is None and checkpoint.weights is None:
         return
     try:
-        if checkpoint.resumes():  # and reads neither
+        # and reads neither; adapters go on beside the weights that they began with
+        if checkpoint.resumes() and (lora.rank is None or lora.save_base):
             return
     except (ValueError, OSError) as error:
         yield False, f"checkpoint.directory={checkpoint.directory}: {error}"
@@ -302,7 +307,8 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("model", "data_parallel", "optimizer"), _update_rules),
     (("model", "parallel"), _model_rules),
     (("model", "data"), _position_rules),
-    (("model", "data", "checkpoint"), _folder_rules),
+    (("model", "lora", "data"), lora_rules),
+    (("model", "lora", "data", "checkpoint"), _folder_rules),
     (("model", "data", "checkpoint"), _export_rules),
     (("training", "parallel"), _batch_rules),
     (("data", "parallel"), _sequence_rules),
@@ -342,6 +348,7 @@ def check_run(
     checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
     data_parallel: DataParallelConfig = DataParallelConfig(),  # noqa: B008
     optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
+    lora: LoraConfig = LoraConfig(),  # noqa: B008
     *,
     world_size: int,
 ) -> ParallelConfig:
@@ -356,6 +363,7 @@ def check_run(
         "checkpoint": checkpoint,
         "data_parallel": data_parallel,
         "optimizer": optimizer,
+        "lora": lora,
     }
     raise_all("this run", [*broken_rules, *run_rules(parts)])
     return parallel

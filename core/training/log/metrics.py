@@ -45,14 +45,21 @@ PEAK_FLOPS = {
 _MEASUREMENT_S = 0.1
 
 
-def flops_per_token(config: TransformerConfig, vocab_size: int, sequence_length: int) -> int:
+def flops_per_token(
+    config: TransformerConfig, vocab_size: int, sequence_length: int, adapters: int | None = None
+) -> int:
     """Matmul FLOPs of forward and backward per token: 6 per multiplication of `multiplications_per_token`.
 
+    adapters: parameters of adapters beside matrices that are frozen and get no gradients; None: all is trained.
     Products that activation checkpointing computes again, and rows that pad the vocabulary, do not count.
     """
     # a multiplication and an addition each in forward, and twice that in backward (input and weight gradients)
     layers, output = multiplications_per_token(config, vocab_size, sequence_length)
-    return 6 * (sum(layers) + output)
+    if adapters is None:
+        return 6 * (sum(layers) + output)
+    scores, _ = multiplications_per_token(config, 0, 0)  # without attention's products
+    matrices = sum(scores) + output
+    return 6 * (sum(layers) + output + adapters) - 2 * matrices
 
 
 def peak_flops(

@@ -128,3 +128,12 @@ def count_parameters(stages: Mapping[int, nn.Module], ps: ParallelState) -> tupl
         model_sizes |= rank_sizes
     local_size = sum(parameter.numel() for parameter in local_parameters.values())
     return sum(model_sizes.values()), local_size
+
+
+def count_trained(stages: Mapping[int, nn.Module], ps: ParallelState) -> int:
+    """Parameters of the whole model, without padding, that want a gradient. All-gather over pp."""
+    local = {name: layout_of(p).numel for name, p in named_parameters(stages) if p.requires_grad}
+    whole: dict[str, int] = {}
+    for sizes in all_gather_objects(local, ps.group("pp")):
+        whole |= sizes
+    return sum(whole.values())
