@@ -89,7 +89,7 @@ def reference(style):
     return {n: p.detach()[true[n]].clone() for n, p in named_parameters.items()}
 
 
-def train(on, steps, save=None, load=None):
+def train(on, steps, save=None, load=None, config=CONFIG):
     """Whole weights after `steps` on this rank's rows; from a checkpoint, and to one."""
     ps = state(tp=on.tp, sp=on.sp, pp=on.pp, expert=on.expert, replicate=on.replicate)
     placement = (0,) if on.pp == 1 else named.placement(on.schedule, on.pp)
@@ -97,8 +97,8 @@ def train(on, steps, save=None, load=None):
         *facts_of(on.style), VOCAB, S, placement=placement, parallel=ps, seed=SEED if load is None else 99
     )
     shard = DataParallel(stages, ps, zero_stage=on.zero, bucket_size=300)
-    optimizer = build_optimizer(shard, CONFIG)
-    assert isinstance(optimizer, ShardedMuon)
+    optimizer = build_optimizer(shard, config)
+    assert isinstance(optimizer, ShardedMuon) == (config is CONFIG)
     rows = ROWS // ps.size("dp")
     mine = {key: value[ps.index("dp") * rows :][:rows] for key, value in batch(ROWS).items()}
     if on.pp == 1:
