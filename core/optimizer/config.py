@@ -7,7 +7,7 @@ from core.optimizer.schedules.deepspeed import SCHEDULES, DeepSpeedSchedule, sch
 from core.optimizer.schedules.schedule import LR_SCHEDULES, LearningRate
 from core.parallel_state.config import raise_all
 
-OPTIMIZERS = ("adamw", "sgd", "muon")
+OPTIMIZERS = ("adamw", "sgd", "muon", "lion")
 MUON_LR_SCALES = ("match_rms_adamw", "original")
 DECAY_CHOICES = ("matrices", "all")
 MOST_STEPS = (
@@ -66,7 +66,7 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 does not clip."""
 
     optimizer: str = "adamw"
-    """adamw, sgd or muon, as `build_optimizer` reads it."""
+    """adamw, sgd, muon or lion, as `build_optimizer` reads it."""
 
     momentum: float | None = None
     """Of sgd and muon; None: 0.9 of sgd, 0.95 of muon, its publication's."""
@@ -78,6 +78,12 @@ class OptimizerConfig:
     muon_except: str = ""
     """Of muon, words with commas between: AdamW updates the matrices with one of them in their name (DeepSpeed's are
     "embed,lm_head"); default: embeddings and the output layer, found by their place in the model."""
+
+    lion_beta1: float = 0.9
+    """Of lion, share of the momentum in the direction of an update."""
+
+    lion_beta2: float = 0.99
+    """Of lion, decay of the momentum per update."""
 
     freeze: tuple[str, ...] = ()
     """Patterns of names, as "embedding.*" or "decoder.layers.[0-3].*": these parameters are not trained."""
@@ -153,7 +159,7 @@ class OptimizerConfig:
             decay_of in DECAY_CHOICES,
             f"weight_decay_of={decay_of!r} is unknown; known: {', '.join(DECAY_CHOICES)}",
         )
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"):
             yield (
                 0 <= getattr(self, name) < 1,
                 f"{name}={getattr(self, name)} must be at least 0 and below 1",
@@ -215,6 +221,7 @@ class OptimizerConfig:
         kinds = {
             "adamw": ("exp_avg", "exp_avg_sq"),
             "sgd": ("momentum_buffer",) if self.first_momentum else (),
+            "lion": ("exp_avg",),
         }
         muon = (
             "momentum_buffer",

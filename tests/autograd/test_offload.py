@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from core.autograd import apply_recompute, offload_activations
+from core.autograd import apply_recompute, offload_activations, recompute
 from core.testing import live_bytes
 
 N, H = 64, 32  # N x H float64 values are 16 KiB
@@ -143,6 +143,56 @@ def test_strides_come_back_and_later_writes_do_not_reach_the_host():
     assert stored.host.stride() == (1, 16)
     loss.backward()
     torch.testing.assert_close(x.grad, 2 * x.detach().exp())
+
+
+class Chain(nn.Module):
+    """Each result's memory is free as soon as it waits on the host, and the next one gets it."""
+
+    def forward(self, x):
+        for _ in range(20):
+            x = torch.tanh(x)
+        return x
+
+
+class Overwritten(nn.Module):
+    """Two operations save one memory, between which it was written; without offload torch refuses its backward."""
+
+    def forward(self, x):
+        y = torch.sigmoid(x)
+        return y.tanh_()
+
+
+@pytest.mark.parametrize("layer", [Chain, Overwritten])
+def test_memory_that_is_used_again_is_another_tensor(layer):
+    found = []
+    for module in (nn.Sequential(layer()), None):
+        x = torch.randn(N, H, generator=torch.Generator().manual_seed(3), requires_grad=True)
+        if module is not None:
+            handle = offload_activations(nn.ModuleDict({"layers": module}))
+            y = module(x * 1)
+            assert len(handle._copies.stored) == (20 if layer is Chain else 2)
+        elif layer is Chain:
+            y = layer()(x * 1)
+        else:
+            y = torch.tanh(torch.sigmoid(x * 1))
+        y.sum().backward()
+        found.append(x.grad)
+        del y
+    assert torch.equal(*found)
+
+
+def test_a_second_run_moves_nothing():
+    """Its activations are used at once."""
+    net, moved = Net(), []
+    handle = offload_activations(net)
+    store = handle._copies.store
+    handle._copies.store = lambda tensor: moved.append(tensor) or store(tensor)
+    want = gradients(net)
+    assert moved
+    del moved[:]
+    net.zero_grad()
+    recompute(net, *inputs(), parameters=net.parameters()).backward()
+    assert not moved and all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), want, strict=True))
 
 
 def test_no_graph_moves_nothing_and_a_copy_of_the_model_has_its_own():

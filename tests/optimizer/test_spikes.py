@@ -78,6 +78,27 @@ def test_a_spike_leaves_everything_as_if_it_had_not_been(optimizer):
     assert median == pytest.approx(stats.grad_norm.item(), rel=0.2)
 
 
+def test_a_parameter_without_a_gradient_misses_no_update_in_a_skipped_step():
+    """Its own count of updates, by which Adam corrects its moments, is of those that were made without it."""
+    pairs = []
+    for more in ({}, {"skip_grad_norm_above": 0.0}):
+        model = Net()
+        shard = FakeShard(model)
+        pairs.append((model, shard, ShardedAdamW(shard, OptimizerConfig(**FACTS | more))))
+    (model, shard, ours), (twin_model, _, twin) = pairs
+    for step in range(6):
+        spike = step == 3
+        shard.missing = ["scale"] if spike else []
+        give(model, step, 100.0 if spike else 1.0)
+        assert ours.step(num_tokens=1).skipped == spike
+        ours.zero_grad()
+        if not spike:
+            give(twin_model, step)
+            twin.step(num_tokens=1)
+            twin.zero_grad()
+    equal(ours, twin)
+
+
 def test_norms_that_stay_high_are_no_spikes_for_long():
     model, ours = flat(torch.float32, OptimizerConfig(**FACTS))
     skipped = []

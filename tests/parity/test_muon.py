@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ import torch
 from core import dist_checkpointing
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt_stages, moe_spec
-from core.optimizer import OptimizerConfig, ShardedMuon, build_optimizer, sharded_state_dict
+from core.optimizer import OptimizerConfig, ShardedMuon, build_optimizer, muon, sharded_state_dict
+from core.optimizer.muon import newton_schulz
 from core.optimizer.state.flat_shard import default_decays
 from core.optimizer.state.kernels import Factor
 from core.optimizer.state.matrices import Matrix, balanced_owners, in_rounds, matrices_of, plan_rounds
@@ -89,7 +91,7 @@ def reference(style):
     return {n: p.detach()[true[n]].clone() for n, p in named_parameters.items()}
 
 
-def train(on, steps, save=None, load=None):
+def train(on, steps, save=None, load=None, config=CONFIG):
     """Whole weights after `steps` on this rank's rows; from a checkpoint, and to one."""
     ps = state(tp=on.tp, sp=on.sp, pp=on.pp, expert=on.expert, replicate=on.replicate)
     placement = (0,) if on.pp == 1 else named.placement(on.schedule, on.pp)
@@ -97,8 +99,8 @@ def train(on, steps, save=None, load=None):
         *facts_of(on.style), VOCAB, S, placement=placement, parallel=ps, seed=SEED if load is None else 99
     )
     shard = DataParallel(stages, ps, zero_stage=on.zero, bucket_size=300)
-    optimizer = build_optimizer(shard, CONFIG)
-    assert isinstance(optimizer, ShardedMuon)
+    optimizer = build_optimizer(shard, config)
+    assert isinstance(optimizer, ShardedMuon) == (config is CONFIG)
     rows = ROWS // ps.size("dp")
     mine = {key: value[ps.index("dp") * rows :][:rows] for key, value in batch(ROWS).items()}
     if on.pp == 1:
@@ -197,14 +199,20 @@ def counted(on, most):
     lasting = [
         t for state in optimizer._state_buffers for t in (state.updated, state.gradients, *state.states.values())
     ]
-    with LiveBytes(*lasting) as probe:
+    orthogonalised = []
+
+    def count(matrix):
+        orthogonalised.append(matrix.numel())
+        return newton_schulz(matrix)
+
+    with patch.object(muon, "newton_schulz", count), LiveBytes(*lasting) as probe:
         optimizer.update_rest(factor)
     traffic = {}
     for name, after in ps.traffic().items():
         if calls := after.calls - before[name][0]:
             traffic[name] = calls, after.bytes - before[name][1]
     elements = [(prod(matrix.full), matrix.cut is not None) for matrix in found]
-    return probe.peak, traffic, elements, len(optimizer._rounds)
+    return probe.peak, traffic, elements, len(optimizer._rounds), orthogonalised
 
 
 @pytest.mark.parametrize("most", [1, pytest.param(1 << 22, marks=pytest.mark.full)])
@@ -221,6 +229,11 @@ def test_scratch_is_bounded_and_every_element_travels_once_each_way(ranks, most)
             moved = sum(traffic.get(name, (0, 0))[1] for _, traffic, *_ in answers)
             assert moved == 2 * 2 * expected, (name, zero, tp)
             assert all(traffic.get(name, (0, 0))[0] <= 2 * rounds for _, traffic, *_ in answers)
+        # each matrix once, where it is cut; those of a tensor rank alone by that one
+        shares = [sum(orthogonalised) for *_, orthogonalised in answers]
+        copies = 1 if zero else len(answers) // tp
+        assert sum(shares) == copies * (cut + tp * uncut)
+        assert max(shares) <= 1.5 * sum(shares) / len(shares), shares
         # momenta of a round in float64 and bfloat16, what is put together, and Newton-Schulz's products
         owned = 2 * max(most, largest)
         assert max(peak for peak, *_ in answers) <= 12 * min(owned, everything), (zero, tp)
