@@ -85,9 +85,10 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             experts=loads_of(stages.values(), ps),
         )
     if skipped := optimizer.skipped_steps:
-        console.say(
-            f"{skipped} of {optimizer.step_count} steps were skipped: their gradients were not finite"
-        )
+        reason = "their gradients were not finite"
+        if run.optimizer.skip_grad_norm_above:
+            reason += ", or their norm was a spike"
+        console.say(f"{skipped} of {optimizer.step_count} steps were skipped: {reason}")
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
 

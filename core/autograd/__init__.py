@@ -4,6 +4,7 @@ from core.autograd.bag import StageContext, WeightGradBag
 from core.autograd.embedding import deferred_embedding
 from core.autograd.gradients import has_main_grad, main_grad_of
 from core.autograd.linear import deferred_linear
+from core.autograd.offload import OffloadHandle, offload_activations
 from core.autograd.products import Comm
 from core.autograd.protocols import GradSync, NullGradSync
 from core.autograd.recomputation.notes import Notes, note, notes_activations, which_run
@@ -16,6 +17,7 @@ __all__ = [
     "GradSync",
     "Notes",
     "NullGradSync",
+    "OffloadHandle",
     "RerouteHandle",
     "StageContext",
     "WeightGradBag",
@@ -27,6 +29,7 @@ __all__ = [
     "main_grad_of",
     "note",
     "notes_activations",
+    "offload_activations",
     "recompute",
     "reroute",
     "which_run",

@@ -10,10 +10,11 @@ class LinearProxy:
     """Stands in for a module's `forward`. A method and not a closure: a copy of the model must run its own.
 
     replaced: the forward it stands in for, another proxy's; None for the class's own forward.
-    is_compiled: whether it runs compiled code.
+    is_compiled: whether it runs compiled code. moves_saved: whether it sends what the forward saves elsewhere.
     """
 
     is_compiled = False
+    moves_saved = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -4,6 +4,7 @@ from core.data_parallel import DataParallel
 from core.optimizer.adamw import ShardedAdamW
 from core.optimizer.by_name import groups_by_name
 from core.optimizer.config import OptimizerConfig
+from core.optimizer.lion import ShardedLion
 from core.optimizer.muon import ShardedMuon
 from core.optimizer.sgd import ShardedSGD
 from core.optimizer.sharded import ShardedOptimizer
@@ -15,7 +16,7 @@ from core.parallel_state.layout import Layout
 def build_optimizer(
     shard: DataParallel, config: OptimizerConfig, *, offload: Offload | None = None
 ) -> ShardedOptimizer:
-    """`config.optimizer` over a `DataParallel`. Raises ValueError: Muon with cut matrices or with offload."""
+    """`config.optimizer` over a `DataParallel`. Raises ValueError: Muon with offload."""
     groups = groups_by_name(config, shard.named_parameters())
     if config.optimizer == "muon":
         if offload is not None and offload.fraction > 0:
@@ -28,6 +29,8 @@ def build_optimizer(
         )
     if config.optimizer == "sgd":
         return ShardedSGD(shard, config, offload=offload, groups=groups)
+    if config.optimizer == "lion":
+        return ShardedLion(shard, config, offload=offload, groups=groups)
     return ShardedAdamW(shard, config, offload=offload, groups=groups)
 
 

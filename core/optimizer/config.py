@@ -7,7 +7,7 @@ from core.optimizer.schedules.deepspeed import SCHEDULES, DeepSpeedSchedule, sch
 from core.optimizer.schedules.schedule import LR_SCHEDULES, LearningRate
 from core.parallel_state.config import raise_all
 
-OPTIMIZERS = ("adamw", "sgd", "muon")
+OPTIMIZERS = ("adamw", "sgd", "muon", "lion")
 MUON_LR_SCALES = ("match_rms_adamw", "original")
 DECAY_CHOICES = ("matrices", "all")
 # step counts are multiplied by fractions, in floats: larger ones lose precision
@@ -65,7 +65,7 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 does not clip."""
 
     optimizer: str = "adamw"
-    """adamw, sgd or muon, as `build_optimizer` reads it."""
+    """adamw, sgd, muon or lion, as `build_optimizer` reads it."""
 
     momentum: float | None = None
     """Of sgd and muon; None: 0.9 of sgd, 0.95 of muon, its publication's."""
@@ -77,6 +77,12 @@ class OptimizerConfig:
     muon_except: str = ""
     """Of muon, words with commas between: AdamW updates the matrices with one of them in their name (DeepSpeed's are
     "embed,lm_head"); default: embeddings and the output layer, found by their place in the model."""
+
+    lion_beta1: float = 0.9
+    """Of lion, share of the momentum in the direction of an update."""
+
+    lion_beta2: float = 0.99
+    """Of lion, decay of the momentum per update."""
 
     freeze: tuple[str, ...] = ()
     """Patterns of names, as "embedding.*" or "decoder.layers.[0-3].*": these parameters are not trained."""
@@ -104,6 +110,12 @@ class OptimizerConfig:
 
     max_skipped_steps: int = 0
     """That many skipped updates in a row are an error; 0: only if all of the first 100 are."""
+
+    skip_grad_norm_above: float = 0.0
+    """Skip an update whose gradient norm is above this times the median of those before; 0: none is skipped."""
+
+    skip_window: int = 128
+    """Of how many norms skip_grad_norm_above takes the median; nothing is skipped before half of them are known."""
 
     def __post_init__(self) -> None:
         if isinstance(self.freeze, str):  # a pattern by itself
@@ -151,7 +163,7 @@ class OptimizerConfig:
             decay_of in DECAY_CHOICES,
             f"weight_decay_of={decay_of!r} is unknown; known: {', '.join(DECAY_CHOICES)}",
         )
-        for name in ("adam_beta1", "adam_beta2"):
+        for name in ("adam_beta1", "adam_beta2", "lion_beta1", "lion_beta2"):
             yield (
                 0 <= getattr(self, name) < 1,
                 f"{name}={getattr(self, name)} must be at least 0 and below 1",
@@ -192,6 +204,11 @@ class OptimizerConfig:
             self.max_skipped_steps >= 0,
             f"max_skipped_steps={self.max_skipped_steps} must be at least 0 (never)",
         )
+        yield (
+            self.skip_grad_norm_above == 0 or self.skip_grad_norm_above > 1,
+            f"skip_grad_norm_above={self.skip_grad_norm_above} must be above 1 (times the median), or 0 (skips none)",
+        )
+        yield self.skip_window >= 2, f"skip_window={self.skip_window} must be at least 2 norms"
 
     @property
     def first_momentum(self) -> float:
@@ -208,6 +225,7 @@ class OptimizerConfig:
         kinds = {
             "adamw": ("exp_avg", "exp_avg_sq"),
             "sgd": ("momentum_buffer",) if self.first_momentum else (),
+            "lion": ("exp_avg",),
         }
         # hidden matrices the first, others the rest
         muon = ("momentum_buffer", "exp_avg", "exp_avg_sq")

@@ -1,4 +1,4 @@
-"""torch.optim.Muon for the hidden matrices, AdamW for the rest, where every rank holds full matrices.
+"""Muon for the hidden matrices, AdamW for the rest, however both are spread over ranks.
 
 Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; at scale arXiv 2502.16982): the momentum
 M = mu * M + G of a weight matrix is replaced by the nearest orthogonal matrix, U V^T of its singular value
@@ -7,6 +7,7 @@ decomposition M = U S V^T, which five Newton-Schulz iterations approximate with 
 
 import re
 import warnings
+from math import sqrt
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from core.data_parallel import DataParallel
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import GroupOptions, adamw_options
 from core.optimizer.sharded import ShardedOptimizer
-from core.optimizer.state.flat_shard import Decays, ParameterShard, default_decays
+from core.optimizer.state.flat_shard import Decays, default_decays
 from core.optimizer.state.kernels import Factor, adamw
+from core.optimizer.state.matrices import Matrix, matrices_of, plan_rounds
 from core.optimizer.state.state_buffers import StateBuffer
+from core.optimizer.step.assembly import change_whole
 from core.parallel_state.layout import Layout, layout_of
 from core.parallel_state.modules import modules_of, named_parameters, named_stacks
 
@@ -30,15 +33,20 @@ OUTPUT_NAME = re.compile(
 
 
 class ShardedMuon(ShardedOptimizer):
-    """Muon orthogonalises the momentum of full matrices; the rest is AdamW's.
+    """Muon orthogonalises the momentum of full matrices; the rest is AdamW's. torch.optim.Muon's numbers.
 
     Convolutions are matrices [out, in * kernel]; a parameter of three or more dims elsewhere is a stack of matrices
-    (experts [E, out, in]). The learning rate is scaled as `OptimizerConfig.muon_lr` says.
+    (experts [E, out, in]; gate and up; the query, key and value of each head). The learning rate is scaled as
+    `OptimizerConfig.muon_lr` says.
+
+    Momenta are cut as all states are. Where ZeRO or tensor ranks cut a matrix, a step sends its parts, bfloat16, to
+    one rank that orthogonalises it, and brings back each rank's part: `change_whole`, a few matrices per rank at a
+    time, spread over the ranks by size.
 
     Hidden matrices: of at least two dims, no bias, of no embedding and no output layer. Our models state by `stacks`
     which layers are hidden; of others the output layer is what `get_output_embeddings` gives, a known name, or else
     the last linear layer, and a warning names, once, what goes to AdamW. hidden(name, layout) decides it instead.
-    Waits for an accelerator once a step. Raises ValueError: zero_stage or tensor parallelism that cuts matrices.
+    Waits for an accelerator once a step. Raises ValueError: main_params=False, a matrix cut over two axes.
     """
 
     kernel = staticmethod(adamw)
@@ -52,21 +60,16 @@ class ShardedMuon(ShardedOptimizer):
         groups: GroupOptions = (),
         hidden: Decays | None = None,
     ) -> None:
-        tensor = shard.ps.size("tp")
-        if shard.zero_stage or tensor > 1:
-            raise ValueError(
-                f"Muon orthogonalises whole matrices, but zero_stage={shard.zero_stage} and tensor={tensor} may cut "
-                "them; use zero_stage=0 and tensor=1, or optimizer='adamw'"
-            )
         if not config.main_params:
             raise ValueError(
                 "Muon updates main parameters, but main_params=False; use main_params=True"
             )
-        self._convolutions = _parameters_of_kind(shard, nn.modules.conv._ConvNd)
         self._hidden = _hidden_matrices(shard, hidden)
         super().__init__(shard, config, decays=decays, groups=groups)
-        self._matrices = self._collect_matrices()
-        self._inner = self._build_muon() if self._matrices else None
+        self._state_buffer_of = {id(state.buffer): state for state in self._state_buffers}
+        convolutions = _parameters_of_kind(shard, nn.modules.conv._ConvNd)
+        matrices = matrices_of(shard.buffers, self._hidden, convolutions, self.ps)
+        self._rounds = plan_rounds(matrices)
 
     def hidden(self, name: str, layout: Layout) -> bool:
         """Whether Muon updates it."""
@@ -86,64 +89,74 @@ class ShardedMuon(ShardedOptimizer):
         """All but hidden matrices."""
         return not self.hidden(name, layout)
 
-    def _as_matrices(self, flat: Tensor, shard: ParameterShard) -> list[Tensor]:
-        """A parameter's elements as the matrices that are orthogonalised, as views."""
-        shape = tuple(shard.parameter.shape)
-        if shard.name in self._convolutions:
-            return [flat.view(shape[0], -1)]
-        return list(flat.view(-1, *shape[-2:]).unbind())
-
-    def _collect_matrices(self) -> list[tuple[list[Tensor], StateBuffer, ParameterShard]]:
-        collected = []
-        for state_buffer in self._state_buffers:
-            for shard in state_buffer.parameter_shards:
-                if shard.name in self._hidden:
-                    main = state_buffer.updated
-                    assert main is not None
-                    matrices = self._as_matrices(main[slice(*shard.span)], shard)
-                    collected.append((matrices, state_buffer, shard))
-        return collected
-
-    def _build_muon(self) -> torch.optim.Muon:
-        """torch's own, on views of the main weights, a group per parameter; its states lie in our state buffers."""
-        groups = [{"params": matrices} for matrices, _, _ in self._matrices]
-        inner = torch.optim.Muon(groups, lr=0.0, adjust_lr_fn=self.config.muon_lr)
-        for matrices, state_buffer, shard in self._matrices:
-            momenta = self._as_matrices(
-                state_buffer.states["momentum_buffer"][slice(*shard.span)], shard
-            )
-            for matrix, momentum in zip(matrices, momenta, strict=True):
-                inner.state[matrix]["momentum_buffer"] = momentum
-        return inner
-
     def update_rest(self, factor: Factor) -> None:
-        """Muon's step on the hidden matrices; one wait for `found_inf`, which torch's Muon does not take."""
-        if self._inner is None or factor.found_inf.item():
+        """Muon's step on the hidden matrices; one wait for `found_inf`, because what is not finite is not sent.
+
+        Collectives: of each round of matrices that ranks cut those of `change_whole`.
+        """
+        if not self._rounds or factor.found_inf.item():
             return
-        scale = factor.divisor.reciprocal()
-        for muon_group, (matrices, state_buffer, shard) in zip(
-            self._inner.param_groups, self._matrices, strict=True
-        ):
-            number = self._groups.number_of[shard.name]
-            options = self.param_groups[number]
-            decays = number in self._groups.decay_everything or self._decays(
-                shard.name, shard.layout
-            )
-            muon_group.update(lr=options["lr"], momentum=options["momentum"])
-            muon_group["weight_decay"] = options["weight_decay"] if decays else 0.0
-            if shard.name in self._reached.left_out:
-                # grad stays None, so torch leaves its matrices out
-                continue
-            dtype = matrices[0].dtype
-            gradient = state_buffer.gradients[slice(*shard.span)].to(dtype) * scale.to(dtype)
-            for matrix, matrix_gradient in zip(
-                matrices, self._as_matrices(gradient, shard), strict=True
-            ):
-                matrix.grad = matrix_gradient
-        try:
-            self._inner.step()
-        finally:
-            self._inner.zero_grad()
+        for plan in self._rounds:
+            pieces = [self._momentum_of(matrix, factor) for matrix in plan.matrices]
+            changed = change_whole(plan, pieces, newton_schulz)
+            for matrix, piece in zip(plan.matrices, changed, strict=True):
+                self._add(matrix, piece)
+
+    def _own(self, matrix: Matrix) -> tuple[StateBuffer, slice]:
+        """Where this rank's piece of a matrix lies."""
+        data_ranks, first = matrix.data_ranks, matrix.buffer.updated_interval[0]
+        start, stop = matrix.piece(0 if data_ranks is None else data_ranks.rank)
+        return self._state_buffer_of[id(matrix.buffer)], slice(start - first, stop - first)
+
+    def _momentum_of(self, matrix: Matrix, factor: Factor) -> Tensor:
+        """Update the momentum; Nesterov's of this rank's piece, flat, in bfloat16 as it is orthogonalised."""
+        state_buffer, own = self._own(matrix)
+        gradient = state_buffer.gradients[own]
+        if gradient.numel() == 0 or matrix.name in self._reached.left_out:
+            return torch.zeros_like(gradient, dtype=torch.bfloat16)  # sent, and not used
+        momentum = state_buffer.states["momentum_buffer"][own]
+        scale = factor.divisor.reciprocal().to(momentum.dtype)
+        gradient = gradient.to(momentum.dtype) * scale
+        mu = self._options_of(matrix)["momentum"]
+        momentum.lerp_(gradient, 1 - mu)
+        return gradient.lerp_(momentum, mu).bfloat16()
+
+    def _add(self, matrix: Matrix, orthogonal: Tensor) -> None:
+        """Decay this rank's piece of the main weights, and subtract the orthogonal matrix's."""
+        if orthogonal.numel() == 0 or matrix.name in self._reached.left_out:
+            return
+        options, number = self._options_of(matrix), self._groups.number_of[matrix.name]
+        state_buffer, own = self._own(matrix)
+        main = state_buffer.updated
+        assert main is not None
+        lr, main = float(options["lr"]), main[own]
+        if number in self._groups.decay_everything or self._decays(matrix.name, matrix.layout):
+            main.mul_(1 - lr * options["weight_decay"])
+        main.add_(orthogonal, alpha=-lr * self._rate_share(*matrix.rows_and_columns))
+
+    def _rate_share(self, rows: int, columns: int) -> float:
+        """What the learning rate is multiplied by, as in torch.optim.Muon."""
+        if self.config.muon_lr == "match_rms_adamw":
+            return 0.2 * sqrt(max(rows, columns))
+        return sqrt(max(1, rows / columns))
+
+    def _options_of(self, matrix: Matrix) -> dict[str, Any]:
+        return self.param_groups[self._groups.number_of[matrix.name]]
+
+
+def newton_schulz(matrix: Tensor) -> Tensor:
+    """[rows, columns] bfloat16 -> about the nearest orthogonal matrix; singular values end between 0.5 and 1.5.
+
+    As torch.optim.Muon, bit for bit: five quintic iterations, a X + (b A + c A^2) X with A = X X^T.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
 
 
 def _parameters_of_kind(shard: DataParallel, *kinds: type[nn.Module]) -> set[str]:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from core.optimizer.averages import Averages
 from core.optimizer.groups import Groups
-from core.optimizer.state.flat_shard import UpdateKey
-from core.optimizer.state.kernels import Batch
 from core.optimizer.state.sharded_states import (
     OptimizerShard,
     States,
@@ -21,8 +19,8 @@ from core.optimizer.state.state_buffers import StateBuffer, state_bytes
 from core.optimizer.step.loss_scale import LossScale
 from core.optimizer.step.reached import Reached
 from core.optimizer.step.skips import Skips
+from core.optimizer.step.spikes import Spikes
 from core.optimizer.torch_face import TorchFace
-from core.parallel_state.layout import Layout
 from core.parallel_state.state import ParallelState
 
 
@@ -32,9 +30,9 @@ class SavedStates(Averages, TorchFace):
     ps: ParallelState
     _groups: Groups
     _state_buffers: list[StateBuffer]
-    _batches: dict[UpdateKey, Batch] | None
     _reached: Reached
     _skips: Skips
+    _spikes: Spikes
     _scaler: LossScale | None
     _step: Tensor
 
@@ -50,7 +48,7 @@ class SavedStates(Averages, TorchFace):
             return self.step_count - self.skipped_steps
         return self.step_count
 
-    def _key_of(self, name: str, layout: Layout) -> UpdateKey | None:
+    def _recut(self) -> None:
         raise NotImplementedError
 
     def _to_weights(self, *, all_buffers: bool = False) -> None:
@@ -97,8 +95,10 @@ class SavedStates(Averages, TorchFace):
         if behind is None:
             behind = self._reached.behind
         # an integer where it says all, as most checkpoints do
-        if (groups := self._groups.changed()) or behind:
-            steps = {"steps": steps, "behind": behind, "groups": groups}
+        groups = self._groups.changed()
+        norms = self._spikes.state()
+        if groups or behind or norms:
+            steps = {"steps": steps, "behind": behind, "groups": groups, **norms}
         counts = {"step_count": steps, "skipped_steps": self.skipped_steps}
         if self._scaler is not None:
             counts["loss_scale"] = self._scaler.state()
@@ -145,10 +145,9 @@ class SavedStates(Averages, TorchFace):
             counts = {"steps": step_count}
         self.step_count = int(counts["steps"])
         self._reached.load(counts.get("behind", {}))
-        for state_buffer in self._state_buffers:
-            state_buffer.recut(self._key_of)
-        self._batches = None
+        self._recut()
         self._skips.begin_at(skipped_steps)
+        self._spikes.load(counts.get("norms", ()))
         if counts.get("groups"):
             self._groups.load(counts["groups"], step=self.rate_step)
         else:

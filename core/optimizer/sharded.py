@@ -35,6 +35,7 @@ from core.optimizer.state.streamed import Streamer
 from core.optimizer.step.loss_scale import LossScale
 from core.optimizer.step.reached import Reached
 from core.optimizer.step.skips import Skips
+from core.optimizer.step.spikes import Spikes
 from core.optimizer.step.step_stats import CLIP_EPS, StepStats
 from core.optimizer.step.watch import GradientWatch
 from core.parallel_state.layout import Layout
@@ -99,6 +100,7 @@ class ShardedOptimizer(SavedStates):
         # Counts and flags stay on the device, so that no step waits for it.
         self._step = torch.zeros((), device=device)
         self._skips = Skips(config.max_skipped_steps, device)
+        self._spikes = Spikes(config.skip_grad_norm_above, config.skip_window, device)
         self._watch = GradientWatch(shard.buffers, self.ps)
         self._rounding = Rounding(config.rounding_seed, self.ps.coordinate, self.ps.sizes)
         self._streamer = Streamer(device, self._apply, self._round_stochastically)
@@ -172,7 +174,8 @@ class ShardedOptimizer(SavedStates):
             `loss_scale * loss` was a mean over tokens and every replica had equally many.
         loss_scale: what the loss was multiplied by; by default `self.loss_scale`, if somebody has read it.
         closure (also as the first argument, as in torch): zeroes, computes and returns the loss, which is returned.
-        A norm that is not finite (also: 0 tokens) leaves parameters and states as they were on every rank.
+        A norm that is not finite (also: 0 tokens), or a spike (`skip_grad_norm_above`), leaves parameters and states
+        as they were on every rank.
         After the call gradients hold no defined value until `zero_grad`.
         Raises ValueError: a second step on the same gradients. RuntimeError: see `max_skipped_steps`.
         """
@@ -228,22 +231,29 @@ class ShardedOptimizer(SavedStates):
         found_inf = ~torch.isfinite(norm)
         self._watch.remember(found_inf)
         shard.agreement.compare(rows, self.step_count)
-        if self._reached.update(rows, missing, found_inf):
-            for state_buffer in self._state_buffers:
-                state_buffer.recut(self._key_of)
-            self._batches = None
+        is_spike, median_norm = self._spikes.look(norm)
+        skipped = found_inf | is_spike
+        if self._reached.update(rows, missing, skipped):
+            self._recut()
 
         # Gradient clipping: a larger divisor.
         if self.config.clip_grad > 0:
             divisor = divisor / (self.config.clip_grad / (norm + CLIP_EPS)).clamp(max=1.0)
-        # the kernel itself leaves everything as it was where found_inf is 1
-        self._update(divisor, found_inf)
-        self._update_average(found_inf)
+        # the kernel itself leaves everything as it was in a step that is skipped
+        self._update(divisor, skipped)
+        self._update_average(skipped)
         self._gradients_used = True
         shard.stepped()
         shard.publish()
-        self._count_step(found_inf, scaled=loss_scale is not None)
-        return StepStats(norm, found_inf, found_inf)
+        stats = StepStats(norm, found_inf, skipped, median_norm)
+        self._count_step(stats, scaled=loss_scale is not None)
+        return stats
+
+    def _recut(self) -> None:
+        """Parameters have changed the way in which they are updated: other runs of elements, other batches."""
+        for state_buffer in self._state_buffers:
+            state_buffer.recut(self._key_of)
+        self._batches = None
 
     def _number(self, value: float | Tensor) -> Tensor:
         """float64, shape [], on the device; numbers are filled in there, a copy from the host would wait."""
@@ -251,12 +261,12 @@ class ShardedOptimizer(SavedStates):
             return value.detach().to(self.ps.device, torch.float64).reshape(())
         return torch.full((), value, dtype=torch.float64, device=self.ps.device)
 
-    def _update(self, divisor: Tensor, found_inf: Tensor) -> None:
+    def _update(self, divisor: Tensor, skipped: Tensor) -> None:
         self._groups.check()
         self._groups.follow(self.rate_step)
         # on the device: whether this step counts is not known on the host
-        self._step += 1 - found_inf.float()
-        factor = Factor(divisor, found_inf.float(), self._step)
+        self._step += 1 - skipped.float()
+        factor = Factor(divisor, skipped.float(), self._step)
         for state_buffer in self._state_buffers:
             state_buffer.take_weights()
         if self._batches is None:
@@ -310,12 +320,16 @@ class ShardedOptimizer(SavedStates):
         if pairs:
             torch._foreach_copy_([weights for weights, _ in pairs], [main for _, main in pairs])
 
-    def _count_step(self, found_inf: Tensor, *, scaled: bool) -> None:
+    def _count_step(self, stats: StepStats, *, scaled: bool) -> None:
         self.step_count += 1
         self._groups.follow(self.rate_step)
         if self._scaler is not None and scaled:
-            self._scaler.update(found_inf)
-        self._skips.add(found_inf, self.step_count, self._watch.reason_of_skip)
+            self._scaler.update(stats.found_inf)
+
+        def reason() -> str:
+            return stats.spike_in_words() or self._watch.reason_of_skip()
+
+        self._skips.add(stats.skipped, self.step_count, reason)
 
     def non_finite(self) -> list[str]:
         """ "name on rank r" of every gradient that was not finite when a step was last skipped, r holding its sum.

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,28 @@ DRAW_BLOCK = 1 << 20
 
 @dataclass(frozen=True)
 class Init:
-    """Normal with `mean` and `std`; std 0 is a constant, and padded rows are always 0."""
+    """Normal with `mean` and `std`; std 0 is a constant, and padded rows are always 0.
+
+    bound: where it is given, uniform in `mean` +- `bound` instead.
+    """
 
     std: float = 0.0
     mean: float = 0.0
+    bound: float = 0.0
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.std == 0.0 and self.bound == 0.0
+
+    def drawn(
+        self, shape: tuple[int, ...], device: torch.device, generator: torch.Generator
+    ) -> Tensor:
+        """float32 values of that shape."""
+        how: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
+        if self.bound:
+            return torch.rand(shape, **how).mul_(2 * self.bound).add_(self.mean - self.bound)
+        return torch.randn(shape, **how).mul_(self.std).add_(self.mean)
 
 
 def initialize_parameters(
@@ -61,11 +80,11 @@ def fill(
     sizes: Mapping[str, int],
     draw_on_cpu: bool = True,
 ) -> None:
-    """Fill one local tensor: `mean + std * normal`, float32 draws, block b of `name` from mix32(seed, name, b)."""
+    """Fill one local tensor with float32 draws of `init`, block b of `name` from mix32(seed, name, b)."""
     layout = layout_of(parameter)
     parameter.zero_()
     target = true_part(parameter, layout, coordinate, sizes)
-    if init.std == 0.0:
+    if init.is_constant:
         target.fill_(init.mean)
         return
     columns = layout.shape[-1]
@@ -85,8 +104,7 @@ def fill(
                 # by name and block, not by rank: the same values whatever the layout
                 generator = torch.Generator(device).manual_seed(mix32(seed, name, block))
                 size = (min(rows, total - block * rows), columns)
-                values = torch.randn(size, generator=generator, device=device, dtype=torch.float32)
-                values = values.mul_(init.std).add_(init.mean)
+                values = init.drawn(size, device, generator)
                 drawn_block = block
             count_now = min(count - filled, rows - offset)
             local[filled : filled + count_now].copy_(values[offset : offset + count_now, box[-1]])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from core.autograd import deferred_linear
 from core.parallel_state import Init, Layout, layout_of
+from core.tensor_parallel.low_rank import LowRank
 from core.tensor_parallel.mappings import gather_from_tensor_region
 from core.tensor_parallel.own_modules import PlacedModule
 from core.tensor_parallel.placement import Placement
@@ -52,6 +53,8 @@ class ColumnParallelLinear(PlacedModule):
         # The layout is the only statement of the split: initial values, checkpoints and norms follow from it.
         self.weight = place.parameter(Layout((*sizes, input_size), split), init)
         self.bias = place.parameter(Layout(sizes, split), Init()) if bias else None
+        # what is added to y (`core.models.lora`)
+        self.adapter: LowRank | None = None
         self.stage = place.stage
         self.comm = place.column_comm()
         self.gather = place.group if gather_output else None
@@ -67,6 +70,8 @@ class ColumnParallelLinear(PlacedModule):
                 x, weight, "ColumnParallelLinear", "all input features, the same on every rank"
             )
         y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm)
+        if self.adapter is not None:
+            y = y + self.adapter(x)
         if self.gather is None:
             return y
         # Columns of a rank are contiguous only along `split_dim`: gather along it, then flatten again.
@@ -107,6 +112,8 @@ class RowParallelLinear(PlacedModule):
         self.weight = place.parameter(Layout((output_size, input_size), {"tp": 1}), init)
         # Added once, after the sum over ranks, so it is whole on every rank.
         self.bias = place.parameter(Layout((output_size,)), Init()) if bias else None
+        # what is added to y (`core.models.lora`)
+        self.adapter: LowRank | None = None
         self.stage = place.stage
         self.comm = place.row_comm()
         self.place_in(place.own_modules)
@@ -122,7 +129,10 @@ class RowParallelLinear(PlacedModule):
                 "this rank's part of the input features: the output of a "
                 "ColumnParallelLinear without gather_output, or scatter_to_tensor_region(x, group)",
             )
-        return deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm)
+        y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm)
+        if self.adapter is not None:
+            y = y + self.adapter(x)
+        return y
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[-1]} here, out={self.weight.shape[0]}, bias={self.bias is not None}"

@@ -113,13 +113,15 @@ class Placement:
         sizes = {"tp": self.tp}
         parameter.zero_()  # padded rows stay 0
         target = true_part(parameter, layout, coordinate, sizes)
-        if init.std == 0.0:
+        if init.is_constant:
             target.fill_(init.mean)
             return
         # all ranks advance the generator alike, so that the next layer's draws agree as well
-        full = torch.empty(layout.shape, dtype=torch.float32, device="cpu").normal_(
-            init.mean, init.std
-        )
+        full = torch.empty(layout.shape, dtype=torch.float32, device="cpu")
+        if init.bound:
+            full.uniform_(init.mean - init.bound, init.mean + init.bound)
+        else:
+            full.normal_(init.mean, init.std)
         target.copy_(full[layout.box(coordinate, sizes)])
 
     def column_comm(self) -> Comm:

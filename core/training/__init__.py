@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from core.training.config import DataConfig as DataConfig
     from core.training.config import DataParallelConfig as DataParallelConfig
     from core.training.config import Loaded as Loaded
+    from core.training.config import LoraConfig as LoraConfig
     from core.training.config import ModelConfig as ModelConfig
     from core.training.config import PipelineConfig as PipelineConfig
     from core.training.config import RunConfig as RunConfig

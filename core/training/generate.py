@@ -15,6 +15,7 @@ from core.dist_checkpointing.publish.manifest import MANIFEST
 from core.dist_checkpointing.reading.loading import load
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
+from core.models.lora.base import adapters_of, load_adapted
 from core.parallel_state import (
     ParallelState,
     destroy_model_parallel,
@@ -90,7 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with launch():
         ps = initialize_model_parallel(options.tensor)
         model = GPTModel(**arguments_of_model, parallel=ps)
-        if is_checkpoint:
+        if is_checkpoint and adapters_of(options.model) is not None:
+            load_adapted({0: model}, options.model, ps, source=options.source)
+        elif is_checkpoint:
             load({"model": model.sharded_state_dict()}, options.model, ps=ps, cast=True)
         else:
             load_huggingface(model, source)

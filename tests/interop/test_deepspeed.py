@@ -228,7 +228,7 @@ TOLD = {  # config, key, verdict, words
     "another section": ({"optimizer": {"scheduler": {"type": "WarmupLR"}}}, "did you mean scheduler.type?"),
     "british": ({"zero_optimisation": True}, "did you mean zero_optimization?"),
     "nobody's": ({"xyzzy": 1}, "unknown key"),
-    "lamb": ({"optimizer": {"type": "Lamb"}}, "known: adam, adamw, sgd, muon"),
+    "lamb": ({"optimizer": {"type": "Lamb"}}, "known: adam, adamw, sgd, muon, lion"),
     "another schedule": ({"scheduler": {"type": "CosineAnnealingLR"}}, "known: WarmupLR, WarmupDecayLR"),
     "weights elsewhere": ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, "weights stay on the device"),
     "quantized": ({"zero_optimization": {"zero_quantized_weights": True}}, "nothing is quantized"),

@@ -37,9 +37,10 @@ class FakeShard:
         )
         own = (rank * size // ranks, (rank + 1) * size // ranks)
         held = own if self.zero_stage else (0, size)
-        segments, at = [], 0
+        segments, slots, at = [], [], 0
         for name, p in zip(names, parameters, strict=True):
             start, at = at, at + p.numel()
+            slots.append(SimpleNamespace(name=name, start=start, stop=at))
             flat[start:at].copy_(p.detach().view(-1))
             p.data = flat[start:at].view(p.shape)
             p.main_grad = gradients[start:at].view(p.shape)
@@ -59,6 +60,11 @@ class FakeShard:
             if layout_of(s.parameter).owned_by(self.ps.coordinate)
         ]
         return SimpleNamespace(
+            bucket=SimpleNamespace(slots=slots, size=size),
+            parameters=parameters,
+            ranks=None,
+            stage=self.zero_stage,
+            updated_interval=held,
             weights=flat[slice(*held)],
             gradients=gradients[slice(*held)],
             segments=tuple(segments),

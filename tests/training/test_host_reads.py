@@ -43,7 +43,7 @@ def steps(zero_stage, pp, schedule="1f1b", recompute="none", directory=None, dev
             config = pipelines.config(num_layers=2)
             stages = pipelines.gpt_stages(config, pipelines.spec(), pipelines.VOCAB, pipelines.S, **facts)
         shard = DataParallel(stages[0] if pp == 1 else stages, ps, zero_stage=zero_stage)
-        optimizer = ShardedAdamW(shard, OptimizerConfig(clip_grad=1.0))
+        optimizer = ShardedAdamW(shard, OptimizerConfig(clip_grad=1.0, skip_grad_norm_above=9.0, skip_window=2))
         made = {"ps": ps, "num_microbatches": 2, "grad_sync": shard}
         if pp == 1:
             executor = SingleStage(stages[0], **made)

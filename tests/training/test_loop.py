@@ -209,7 +209,7 @@ def test_an_overflow_of_float16_is_one_short_line(made):
     job = alone(made, train_steps=1)
     step = job.optimizer.step
     job.optimizer.step = lambda num_tokens: dataclasses.replace(
-        step(num_tokens=num_tokens), skipped=torch.tensor(True)
+        step(num_tokens=num_tokens), skipped=torch.tensor(True), found_inf=torch.tensor(True)
     )
     job.optimizer.loss_scale = torch.tensor(32768.0)
     job.optimizer.non_finite = lambda: pytest.fail("nobody asked")
@@ -224,12 +224,35 @@ def test_skipped_steps_are_counted_between_two_records(made):
     def skipping(num_tokens):
         calls.append(1)
         stats = step(num_tokens=num_tokens)
-        return dataclasses.replace(stats, skipped=torch.tensor(len(calls) in (2, 3, 5)))
+        skipped, is_spike = len(calls) in (2, 3, 5), len(calls) == 5
+        median = stats.grad_norm / 4
+        return dataclasses.replace(
+            stats,
+            skipped=torch.tensor(skipped),
+            found_inf=torch.tensor(skipped and not is_spike),
+            median_norm=median,
+        )
 
     job.optimizer.step, job.optimizer.non_finite = skipping, lambda: ["a.weight"]
     job.run()
-    assert [(r.step, r.skipped) for r in job.log.records] == [(1, 0), (3, 2), (6, 1)]
-    assert [line for line in job.said if "skipped" in line] == ["step 3 was skipped; not finite: a.weight"]
+    assert [(r.step, r.skipped, r.spikes) for r in job.log.records] == [(1, 0, 0), (3, 2, 0), (6, 1, 1)]
+    assert [line for line in job.said if "skipped" in line] == [
+        "step 3 was skipped; not finite: a.weight",
+        "1 steps since the last line were skipped, 1 of them as spikes of the gradient norm",
+    ]
+
+
+def test_a_spike_is_told_with_its_norm_and_the_median(made):
+    job = alone(made, train_steps=2, log_interval=1)
+    step = job.optimizer.step
+
+    def spiking(num_tokens):
+        stats, yes = step(num_tokens=num_tokens), torch.tensor(True)
+        return dataclasses.replace(stats, grad_norm=torch.tensor(8.0), skipped=yes, median_norm=torch.tensor(2.0))
+
+    job.optimizer.step, job.optimizer.non_finite = spiking, lambda: pytest.fail("nobody asked")
+    job.run()
+    assert job.said[-1] == "step 2 was skipped; the gradient norm 8 is 4 times the median 2 of those before"
 
 
 def test_validation_time_is_not_counted_as_training(made, monkeypatch):
@@ -257,12 +280,16 @@ def test_without_an_interval_the_loop_validates_at_the_end(made):
 def test_a_loss_that_is_not_a_number_ends_the_run(made):
     job = alone(made, train_steps=9, log_interval=3)
 
+    job.optimizer.non_finite = lambda: ["a.weight"]
+
     def batch_of(step):
         if step == 4:
             job.model.decoder.final_layernorm.weight.data.fill_(torch.nan)
         return job.batch(step)
 
-    with pytest.raises(RuntimeError, match="the loss of step 5 is not a number; lower the learning rate"):
+    with pytest.raises(
+        RuntimeError, match=r"the loss of step 5 is not a number; not finite in its gradient: a.weight; lower"
+    ):
         job.run(batch_of=batch_of)
     assert [r.step for r in job.log.records] == [1, 3], "found at the next line"
 

@@ -140,7 +140,7 @@ def test_records_are_on_disk_at_once_and_an_old_file_is_replaced(tmp_path):
     assert rows == [vars(r) | none for r in log.records] and rows[1]["step"] == 2
     assert rows[0].keys() == {
         "step", "loss", "grad_norm", "learning_rate", "tokens_per_s", "tflops_per_s", "step_ms", "tokens",
-        "mfu", "memory_mib", "skipped", "time", "tokens_seen", "experts", "expert_load",
+        "mfu", "memory_mib", "skipped", "spikes", "time", "tokens_seen", "experts", "expert_load",
         "aux_loss", "z_loss",
     }  # fmt: skip
 

@@ -98,20 +98,6 @@ WRONG = {
         1,
         "rotary positions rotate pairs of dims, hidden_size=36 with num_attention_heads=12 has heads of 3; use an",
     ),
-    "muon beside sharded states": (
-        {"optimizer": OptimizerConfig(optimizer="muon")},
-        2,
-        "optimizer=muon orthogonalises whole matrices, zero_stage=1 and tensor=1 may cut them; use zero_stage=0 and",
-    ),
-    "muon beside tensor ranks": (
-        {
-            "optimizer": OptimizerConfig(optimizer="muon"),
-            "data_parallel": DataParallelConfig(zero_stage=0),
-            "parallel": ParallelConfig(tensor=2),
-        },
-        2,
-        "zero_stage=0 and tensor=2 may cut them",
-    ),
     "muon on the host": (
         {
             "optimizer": OptimizerConfig(optimizer="muon"),
@@ -202,6 +188,17 @@ def test_all_parts_of_a_run_are_told_at_once():
     "make, messages",
     [
         (
+            lambda: TrainingConfig(offload_activations=0.5, recompute="stage", compile="layer"),
+            [
+                "offload_activations=0.5 moves what single operations save, compile=layer makes 1 of a layer's; use",
+                "offload_activations=0.5 moves what layers save in forward, which is nothing with recompute=stage",
+            ],
+        ),
+        (
+            lambda: TrainingConfig(offload_activations=2),
+            ["offload_activations=2 must be between 0 (no layer) and 1 (all of them)"],
+        ),
+        (
             lambda: TrainingConfig(train_steps=0, global_batch_size=-1, log_interval=0, eval_interval=-1),
             [
                 "train_steps=0 must be",
@@ -240,7 +237,7 @@ def test_all_parts_of_a_run_are_told_at_once():
             ["unknown offload 'weights'; known: none, optimizer", "check_replicas_every=-1 must be at least 0"],
         ),
     ],
-    ids=["training", "data", "model", "data parallel", "replicas"],
+    ids=["offload", "share", "training", "data", "model", "data parallel", "replicas"],
 )
 def test_each_config_tells_all_that_is_wrong_with_it(make, messages):
     with pytest.raises(ValueError) as error:
@@ -290,5 +287,5 @@ def test_what_the_update_needs_may_be_given():
     check_run(**run, world_size=1)
     run = FITS | {"model": replace(MODEL, fp16=True), "data_parallel": DataParallelConfig(reduce_dtype="float16")}
     check_run(**run, world_size=1)
-    whole = DataParallelConfig(zero_stage=0)
-    check_run(**FITS, data_parallel=whole, optimizer=OptimizerConfig(optimizer="muon"), world_size=2)
+    cut = {"data_parallel": DataParallelConfig(zero_stage=3), "parallel": ParallelConfig(tensor=2)}
+    check_run(**FITS | cut, optimizer=OptimizerConfig(optimizer="muon"), world_size=4)

@@ -42,7 +42,7 @@ WRONG = [
     (
         {"zzz": {}},
         1,
-        "unknown zzz; the parts are checkpoint, data, data_parallel, model, optimizer, parallel, pipeline",
+        "unknown zzz; the parts are checkpoint, data, data_parallel, lora, model, optimizer, parallel, pipeline",
     ),
     ({"optimizer": 3}, 1, "optimizer is a part of a run, with fields of its own; give optimizer.lr or others"),
     ({"training": {"train_steps": "abc"}}, 1, "training.train_steps='abc' is text, an integer is needed"),
@@ -109,9 +109,9 @@ WRONG = [
         "must be more than warmup_steps=500 (optimizer.lr_decay_steps foll",
     ),
     (
-        {"optimizer": {"optimizer": "muon"}},
+        {"optimizer": {"optimizer": "muon"}, "data_parallel": {"offload": "optimizer"}},
         1,
-        "optimizer=muon orthogonalises whole matrices, zero_stage=1 and tensor=1",
+        "optimizer=muon multiplies matrices where its states are, offload_fraction=1.0",
     ),
     (
         {"optimizer": {"main_params": False}},

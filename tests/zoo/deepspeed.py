@@ -256,11 +256,13 @@ CASES = [
     right("Muon, one rate under two names", of("Muon", muon_lr=0.01, adam_lr=0.01), {"optimizer.lr": 0.01}),
     told("Muon, two rates", of("Muon", muon_lr=0.02, adam_lr=3e-4), "1 rate for all, 0.02; for 0.0003",
          "`ShardedMuon(groups=[...])`"),
-    told("Muon under ZeRO 2", of("Muon", lr=0.02) | {"zero_optimization": {"stage": 2}},
-         "zero_stage=0 instead of 2, the same numbers", "more memory, or AdamW"),
+    right("Muon under ZeRO 2", of("Muon", lr=0.02) | {"zero_optimization": {"stage": 2}},
+          {"optimizer.optimizer": "muon", "data_parallel.zero_stage": 2}),
     told("Muon per head", of("Muon", lr=0.02, per_head_muon=True), "orthogonalised as a whole", "leave it out"),
-    *[told(f"the optimizer {name}", of(name, lr=0.01), "known: adam, adamw, sgd, muon", "one of these")
-      for name in ("Lamb", "OneBitAdam", "ZeroOneAdam", "Lion", "Adagrad", "MuAdam")],
+    right("Lion", of("Lion", lr=1e-4, betas=[0.95, 0.98], weight_decay=0.1), {"optimizer.optimizer": "lion",
+          "optimizer.lion_beta1": 0.95, "optimizer.lion_beta2": 0.98, "optimizer.weight_decay_of": "all"}),
+    *[told(f"the optimizer {name}", of(name, lr=0.01), "known: adam, adamw, sgd, muon, lion", "one of these")
+      for name in ("Lamb", "OneBitAdam", "ZeroOneAdam", "Adagrad", "MuAdam")],
     refused("betas of one number", of("Adam", betas=[0.9]), "must be 2 numbers"),
     refused("a rate in quotes", of("Adam", lr="1e-4"), "'1e-4' is not a number"),
     # schedules

@@ -42,13 +42,14 @@ class _RecomputedForward(LinearProxy):
         )
 
 
-def _is_region(module: nn.Module) -> bool:
+def is_region(module: nn.Module) -> bool:
+    """Whether a policy recomputes this module as one region."""
     return any(isinstance(proxy, _RecomputedForward) for proxy in proxies_of(module))
 
 
 def has_regions(module: nn.Module) -> bool:
     """Whether any part of `module` is recomputed by a policy; the whole must then not be run again as well."""
-    return any(map(_is_region, module.modules()))
+    return any(map(is_region, module.modules()))
 
 
 class RecomputeHandle:
@@ -154,7 +155,7 @@ def apply_recompute(
             f"recompute={policy!r}: known are 'none', 'selective', 'layer' and lists of module names"
         )
     if wrapped := [
-        name for name, child in _callable_submodules(module).items() if _is_region(child)
+        name for name, child in _callable_submodules(module).items() if is_region(child)
     ]:
         raise ValueError(
             f"{', '.join(wrapped)}: recomputed already; call remove() on that policy's handle first (where one "
@@ -165,6 +166,12 @@ def apply_recompute(
     except ValueError as error:
         raise ValueError(f"recompute: {error}") from None
     names = list(chosen)
+    for name, child in chosen.items():
+        if any(proxy.moves_saved for part in child.modules() for proxy in proxies_of(part)):
+            raise ValueError(
+                f"{name}: its activations are offloaded already, and a region around that would have 0 of them to "
+                "offload; call offload_activations after the policy is applied (or the Pipeline made)"
+            )
     keeps_activations = keeps == "attention" and policy != "selective"
     forwards = [
         _RecomputedForward(child, stage, keeps_activations=keeps_activations)

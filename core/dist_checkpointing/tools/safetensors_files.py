@@ -111,29 +111,44 @@ def write_files(
     values_of(tensor) -> its values in C order, in arrays that follow each other; asked for in the order of `files`.
     """
     tensors = [tensor for file in files for tensor in file]
-    for tensor in tensors:
-        if tensor.dtype not in DTYPE_NAMES:
-            raise ValueError(
-                f"{tensor.name} is {tensor.dtype}, which safetensors has no name for; read it with zarr"
-            )
+    _refuse_unnamed(tensors)
     file_of_tensor: dict[str, str] = {}
     for number, file_tensors in enumerate(files, 1):
         name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        with open(folder / name, "wb") as file:
-            file.write(_header(file_tensors))
-            for tensor in file_tensors:
-                file_of_tensor[tensor.name] = name
-                for array in values_of(tensor):
-                    file.write(array.data)
-                    done(array.nbytes)
-                    del array  # before the next one is read
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(folder / name, file_tensors, values_of, done)
+        file_of_tensor |= dict.fromkeys((tensor.name for tensor in file_tensors), name)
     total_size = sum(tensor.nbytes for tensor in tensors)
     index = {"metadata": {"total_size": total_size}, "weight_map": file_of_tensor}
     (folder / "model.safetensors.index.json").write_text(
         json.dumps(index, indent=2, sort_keys=True) + "\n"
     )
+
+
+def write_file(
+    path: Path,
+    tensors: Sequence[T],
+    values_of: Callable[[T], Iterable[np.ndarray]],
+    done: Callable[[int], None] = lambda nbytes: None,
+) -> None:
+    """One file of the tensors, which `tensors_by_file` has put in order; on the disk when this returns."""
+    _refuse_unnamed(tensors)
+    with open(path, "wb") as file:
+        file.write(_header(tensors))
+        for tensor in tensors:
+            for array in values_of(tensor):
+                file.write(array.data)
+                done(array.nbytes)
+                del array  # before the next one is read
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _refuse_unnamed(tensors: Iterable[FileTensor]) -> None:
+    for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ValueError(
+                f"{tensor.name} is {tensor.dtype}, which safetensors has no name for; read it with zarr"
+            )
 
 
 def tensors_by_file(tensors: Sequence[T], file_bytes: int) -> list[list[T]]:

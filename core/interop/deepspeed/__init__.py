@@ -149,7 +149,7 @@ def from_deepspeed(
                 f"{source} holds a {type(config).__name__}, not an object; give a ds_config"
             )
     try:
-        # sections in this order: Muon needs the ZeRO stage, the scheduler needs the optimizer's rate
+        # sections in this order: the scheduler needs the optimizer's rate
         reader = ConfigReader(config, auto or {}, data_ranks)
         for read_section in (batch, zero, dtypes, optimizer, scheduler, others):
             read_section(reader)

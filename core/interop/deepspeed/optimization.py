@@ -16,7 +16,7 @@ CONSTANT: dict[str, Any] = {"lr_schedule": "constant", "lr_warmup_fraction": 0.0
 def optimizer(reader: ConfigReader) -> None:
     """The optimizer and its numbers; what the file does not set has DeepSpeed's default."""
     name = reader.value("optimizer.type", str)
-    kinds = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "muon": "muon"}
+    kinds = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "muon": "muon", "lion": "lion"}
     if name is not None and name.lower() not in kinds:
         reader.report(
             "optimizer.type", "unsupported", f"known: {', '.join(kinds)}; the optimizer stays ours"
@@ -40,7 +40,9 @@ def optimizer(reader: ConfigReader) -> None:
     if betas is not None:  # a pair, two fields here
         if not (isinstance(betas, Sequence) and len(betas) == 2):
             raise ValueError(f"{PARAMS}.betas={betas!r} must be 2 numbers; give both")
-        reader.map_to(f"{PARAMS}.betas", "optimizer", adam_beta1=betas[0], adam_beta2=betas[1])
+        owner = "lion" if kind == "lion" else "adam"
+        fields = {f"{owner}_beta1": betas[0], f"{owner}_beta2": betas[1]}
+        reader.map_to(f"{PARAMS}.betas", "optimizer", **fields)
     # DeepSpeed's SGD has no momentum by default, ours has
     if kind == "sgd" or f"{PARAMS}.momentum" in reader.unread:
         reader.map_to(
@@ -118,12 +120,6 @@ def _muon(reader: ConfigReader) -> None:
             "ignored",
             "five steps of Newton and Schulz, in torch.optim.Muon's form",
         )
-    # orthogonalisation needs whole matrices: ZeRO would cut them
-    stage = reader.fields.get("data_parallel", {}).get("zero_stage", 0)
-    if stage:
-        reader.fields["data_parallel"]["zero_stage"] = 0
-        reason = f"Muon multiplies whole matrices: data_parallel.zero_stage=0 instead of {stage}, the same numbers"
-        reader.report("zero_optimization.stage", "unsupported", reason, value=stage)
 
 
 def _first_given(*values: float | None) -> float:

@@ -70,8 +70,6 @@ class GPTModel(ModelWeights):
     device does not compute in.
     """
 
-    # whether its weights are no numbers yet, because a checkpoint will fill them
-    awaits_checkpoint = False
     _columns: SplitActivations | None = None  # follows split logits
 
     def __init__(
@@ -128,7 +126,7 @@ class GPTModel(ModelWeights):
         self.output_layer = (
             OutputLayer(build, vocab_size, tied=self.tied) if self.post_process else None
         )
-        self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
+        self.draws = config.hidden_dropout > 0 or config.attention_dropout > 0
         self._follow_use()
         self._initialize()
         if self._watch is not None:
@@ -210,7 +208,7 @@ class GPTModel(ModelWeights):
             self._watch.check_before(self, batch)
         # Driven by an executor, dropout's seed is a function of (seed, step, microbatch). In a plain loop it is drawn
         # once per forward from torch's generator, so that `torch.manual_seed` and torch's checkpoint work as usual.
-        if self._draws and self.training and not self.stage.driven:
+        if self.draws and self.training and not self.stage.driven:
             self.stage.drawn = True
             # dropout reads it from there (see Dropout.seed)
             with seeded(CPU, self._drawn_seed()):

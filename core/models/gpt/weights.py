@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
+from core.models.lora.config import LoraConfig
 from core.parallel_state import (
     ParallelState,
     initialize_parameters,
@@ -28,6 +29,10 @@ class ModelWeights(nn.Module):
     config: TransformerConfig
     place: Placement
     seed: int
+    # whether its weights are no numbers yet, because a checkpoint will fill them
+    awaits_checkpoint = False
+    # of the adapters beside its linears
+    lora: LoraConfig | None = None
     # follows split weights; None where one rank has all
     _watch: SplitWatch | None
     _warned_of_shards = False

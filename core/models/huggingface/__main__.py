@@ -1,4 +1,4 @@
-"""Hugging Face folders in and out: `import HF_DIR CKPT`, `export CKPT HF_DIR`, `families`."""
+"""Hugging Face folders in and out: `import HF_DIR CKPT`, `export CKPT HF_DIR`, `adapters CKPT DIR`, `families`."""
 
 import argparse
 import sys
@@ -10,6 +10,7 @@ from typing import Any
 from core.dist_checkpointing.reading.lazy import lazy_tensors
 from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.tools.console import progress, say, size_text
+from core.models.huggingface.adapters import export_adapters
 from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.families import FAMILIES
 from core.models.huggingface.family.others import OTHERS
@@ -45,6 +46,14 @@ def _export(options: argparse.Namespace) -> int:
             f"the model began as {folder}: with --source its other fields (special tokens, the longest sequence) and "
             "files come along"
         )
+    return 0
+
+
+def _adapters(options: argparse.Namespace) -> int:
+    count = export_adapters(options.checkpoint, options.folder, options.source)
+    say(
+        f"{options.folder}: {count} tensors; peft.PeftModel.from_pretrained(model, folder) loads them"
+    )
     return 0
 
 
@@ -85,6 +94,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--check", action="store_true", help="logits within 1e-4 of transformers'")
     command.set_defaults(run=_export)
+    command = commands.add_parser(
+        "adapters", help="the adapters (LoRA) of a checkpoint as a folder that peft loads"
+    )
+    command.add_argument("checkpoint", metavar="CKPT", help="a step's own directory")
+    command.add_argument("folder", metavar="PEFT_DIR", help="a directory that is to be made")
+    command.add_argument("--source", metavar="HF_DIR", help="the folder that the model began as")
+    command.set_defaults(run=_adapters)
     command = commands.add_parser("families", help="what is supported; of others, what differs")
     command.set_defaults(run=_families)
     return parser

@@ -23,7 +23,7 @@ from core.dist_checkpointing.reading.read import torch_dtype
 from core.dist_checkpointing.state.mapping import sharded_state_dict as module_state_dict
 from core.dist_checkpointing.storage.checkpoint_dir import open_dir, space_for
 from core.dist_checkpointing.tools.safetensors_files import new_folder, tensors_by_file, write_files
-from core.models.gpt.description import description
+from core.models.gpt.description import described, description
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.family.family import HuggingFaceModel
 from core.models.huggingface.written import (
@@ -65,6 +65,8 @@ def export_huggingface(
     """
     form = _form_of_checkpoint(checkpoint, source)
     stored = lazy_tensors(checkpoint)
+    if "lora" in open_stored(checkpoint).run:
+        return _export_adapted(checkpoint, folder, source, form, check, file_bytes, progress)
     in_order: Iterator[Tensor] = iter(())
     arrays = {
         key: (tensor.shape, str(tensor.dtype).removeprefix("torch."))
@@ -82,7 +84,43 @@ def export_huggingface(
         assert next(in_order, None) is None
         form.companions(temporary, files[0][0].dtype)
         if check:
-            return _largest_difference(temporary, checkpoint, form.model)
+            return _largest_difference(temporary, _in_float32(checkpoint, form.model))
+        return None
+
+
+def _export_adapted(
+    checkpoint: str | Path,
+    folder: str | Path,
+    source: str | Path | None,
+    form: FolderForm,
+    check: bool,
+    file_bytes: int,
+    progress: Callable[[int], None],
+) -> float | None:
+    """Of a run with LoRA: the whole model in memory, its adapters folded into the weights that the run began with."""
+    from core.models.lora.apply import merge_lora
+    from core.models.lora.base import (
+        load_adapted,
+    )  # here: it reads folders of Hugging Face's itself
+
+    said: Any = open_stored(checkpoint).run.get("model")
+    arguments = form.model.arguments() if said is None else described(said)
+    model = GPTModel(**arguments, parallel=(alone := ParallelState.single("cpu")), seed=0)
+    load_adapted({0: model}, str(checkpoint), alone, source=None if source is None else str(source))
+    merge_lora(model)
+    tensors, arrays = dict[Part, Tensor](), dict[str, tuple[tuple[int, ...], str]]()
+    for shard in model.sharded_state_dict().values():
+        layer = shard.global_offset[0] if shard.prepend_axis_num else None
+        tensors[Part(shard.key, layer)] = shard.data.detach()
+        arrays[shard.key] = shard.global_shape, str(shard.data.dtype).removeprefix("torch.")
+    ours = Parameters(form, arrays, str(checkpoint), tensors.__getitem__)
+    files = tensors_by_file(ours.their_tensors(), file_bytes)
+    with ExitStack() as opened:
+        temporary = _new_folder(opened, folder, files)
+        write_files(temporary, files, ours.values_of, progress)
+        form.companions(temporary, files[0][0].dtype)
+        if check:
+            return _largest_difference(temporary, model.float().eval())
         return None
 
 
@@ -147,7 +185,8 @@ def save_huggingface(
                 form = form_of_run(description_of_model, tokenizer)
             else:
                 form = form_of_source(source, description_of_model, "the model")
-            ours = Parameters(form, weights.arrays, "the model", weights.read)
+            lora = _gpt_of(model).lora
+            ours = Parameters(form, weights.arrays, "the model", weights.read, lora)
             files = tensors_by_file(ours.their_tensors(), file_bytes)
             temporary = _new_folder(opened, folder, files)
 
@@ -250,13 +289,8 @@ class _Gathered:
         return gathered
 
 
-@torch.no_grad()
-def _largest_difference(
-    folder: Path, checkpoint: str | Path, model_form: HuggingFaceModel
-) -> float:
-    """Between transformers' logits of what was written and ours of what the checkpoint holds, both in float32."""
-    from transformers import AutoModelForCausalLM
-
+def _in_float32(checkpoint: str | Path, model_form: HuggingFaceModel) -> GPTModel:
+    """The model that the checkpoint holds."""
     # 16-bit logits would differ by rounding alone
     in_float32 = replace(model_form.config, params_dtype=torch.float32, pipeline_dtype=None)
     arguments = model_form.arguments() | {"config": in_float32}
@@ -264,10 +298,18 @@ def _largest_difference(
     load(
         {"model": ours.sharded_state_dict()}, checkpoint, strict=False, ps=ours.parallel, cast=True
     )
+    return ours
+
+
+@torch.no_grad()
+def _largest_difference(folder: Path, ours: GPTModel) -> float:
+    """Between transformers' logits of what was written and ours, both in float32."""
+    from transformers import AutoModelForCausalLM
+
     hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    length = min(PROMPT_LENGTH, model_form.max_sequence_length)
+    length = min(PROMPT_LENGTH, ours.max_sequence_length)
     prompts = torch.randint(
-        model_form.vocab_size, (PROMPTS, length), generator=torch.Generator().manual_seed(0)
+        ours.vocab_size, (PROMPTS, length), generator=torch.Generator().manual_seed(0)
     )
     expected = hf_model(prompts).logits
     actual = ours(prompts)

@@ -20,9 +20,11 @@ from core.models.huggingface.families import family_of, from_huggingface
 from core.models.huggingface.family.family import Family, HuggingFaceModel
 from core.models.huggingface.matching import matching_family
 from core.models.huggingface.rows import Row, rows_of
+from core.models.lora.config import LoraConfig
 from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.layout import Slices
 from core.parallel_state.modules import named_buffers
+from core.tensor_parallel.low_rank import fold
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ class Parameters:
 
     arrays: key -> (shape, dtype) of what is there; compared with the model's. read(part) -> a full parameter; the
     last one is kept, since several of theirs are made of it. origin: whose they are, for messages.
-    Raises ValueError: an array that is missing, or of another shape.
+    lora: of the adapters among the arrays, which are folded into the matrices beside them.
+    Raises ValueError: an array that is missing, or of another shape; adapters that nobody described.
     """
 
     def __init__(
@@ -103,10 +106,14 @@ class Parameters:
         arrays: Mapping[str, tuple[tuple[int, ...], str]],
         origin: str,
         read: Callable[[Part], Tensor],
+        lora: LoraConfig | None = None,
     ) -> None:
         self._config = form.model.config
         self._read = read
         self._arrays = arrays
+        self._lora = lora
+        # name of a matrix -> the two factors of its adapter
+        self._factors: dict[str, tuple[Part, Part]] = {}
         self._rows: dict[str, Row] = rows_of(
             form.family.rows, range(form.model.config.num_layers), form.model.config.num_moe_experts
         )
@@ -134,14 +141,29 @@ class Parameters:
                     f"{key} is {shape} in {origin}, {self._shapes[name]} by {form.said_by}; export with the "
                     "configuration of the model that wrote it"
                 )
-            self._parts[name] = Part(key, sharded.global_offset[0] if stacked else None)
+            self._parts[name] = part = Part(key, sharded.global_offset[0] if stacked else None)
+            self._find_factors(name, part, origin)
+
+    def _find_factors(self, name: str, part: Part, origin: str) -> None:
+        """Note the adapter of a matrix, if there is one."""
+        a, b = (f"{part.key.removesuffix('weight')}adapter.lora_{factor}" for factor in "AB")
+        if not part.key.endswith(".weight") or a not in self._arrays:
+            return
+        if self._lora is None:
+            raise ValueError(f"{origin} holds {a}, and nothing says what it is multiplied by")
+        self._factors[name] = Part(a, part.layer), Part(b, part.layer)
 
     def read(self, name: str) -> Tensor:
-        """A full parameter of ours."""
+        """A full parameter of ours, with its adapter folded in."""
         # several of their tensors (q, k, v) are made of one of ours, one after the other
         if self._last is None or self._last[0] != name:
             self._last = None  # memory holds one
-            self._last = name, self._read(self._parts[name])
+            tensor = self._read(self._parts[name])
+            if name in self._factors:
+                assert self._lora is not None
+                a, b = map(self._read, self._factors[name])
+                tensor = fold(tensor, a, b, self._lora.scale)
+            self._last = name, tensor
         return self._last[1]
 
     def their_tensors(self) -> list[TheirTensor]:
@@ -157,7 +179,10 @@ class Parameters:
 
     def reads(self, tensors: Iterable[TheirTensor]) -> list[Part]:
         """What `values_of` reads where it is asked for tensors in this order."""
-        return [self._parts[name] for name, _ in groupby(tensor.parameter for tensor in tensors)]
+        names = [name for name, _ in groupby(tensor.parameter for tensor in tensors)]
+        return [
+            part for name in names for part in (self._parts[name], *self._factors.get(name, ()))
+        ]
 
     def values_of(self, tensor: TheirTensor) -> Iterator[np.ndarray]:
         """The values of one of theirs, as `write_files` wants them."""

@@ -129,3 +129,26 @@ def sgd(batch: Batch, factor: Factor, options: Options, weight_decay: float) -> 
         grad_scale=scaled(batch, factor),
         found_inf=factor.found_inf,
     )
+
+
+LION_CHUNK = 1 << 22  # elements of scratch at a time; a multiple of PART_ALIGN, as bits ask for
+
+
+def lion(batch: Batch, factor: Factor, options: Options, weight_decay: float) -> None:
+    """Lion (arXiv 2302.06675, algorithm 2): state exp_avg. torch has none; these are its operations.
+
+    w -= lr (sign(beta1 m + (1 - beta1) g) + decay w), then m = beta2 m + (1 - beta2) g.
+    """
+    beta1, beta2 = options["betas"]
+    skipped = factor.found_inf.bool()
+    active = 1.0 - factor.found_inf.double()
+    rate, share = options["lr"] * active, (1 - beta2) * active
+    keeps = 1.0 - rate * weight_decay
+    flat_runs = zip(batch.mains, batch.gradients, batch.states["exp_avg"], strict=True)
+    for run in flat_runs:
+        for main, gradient, momentum in zip(*(flat.split(LION_CHUNK) for flat in run), strict=True):
+            # 0 for what is not finite: nothing is added then, but 0 times NaN would be NaN
+            gradient.div_(factor.divisor).masked_fill_(skipped, 0.0)
+            direction = momentum.lerp(gradient, 1 - beta1).sign_()
+            main.mul_(keeps).sub_(direction.mul_(rate))
+            momentum.lerp_(gradient, share.to(momentum.dtype))

@@ -6,6 +6,7 @@
 Nothing here needs a process group, or the code that trains.
 """
 
+from core.models.lora.config import LoraConfig
 from core.training.config.across import same_on_all_ranks
 from core.training.config.data import DataConfig
 from core.training.config.parts import (
@@ -25,6 +26,7 @@ __all__ = [
     "DataConfig",
     "DataParallelConfig",
     "Loaded",
+    "LoraConfig",
     "ModelConfig",
     "PipelineConfig",
     "RunConfig",

@@ -10,7 +10,9 @@ from core.data_parallel.memory import StateBytes, expected_bytes
 from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.cached import is_text
 from core.datasets.shards.manifest import is_list
-from core.models.gpt import gpt_stages
+from core.models.gpt import GPTModel, gpt_stages
+from core.models.lora.apply import adapter_numel
+from core.models.lora.config import LoraConfig
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.collectives.groups import Group
 from core.parallel_state.grid import Grid
@@ -20,7 +22,7 @@ from core.training.model.config import DTYPES
 # each is built, without memory; that takes about a millisecond
 _MOST_LAYERS = 512
 # of all elements, of muon the matrices
-_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1}
+_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "lion": 1}
 
 
 def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
@@ -45,16 +47,12 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
         ps = _planned_rank(parallel, Grid(parallel).rank_at(pp=stage_rank, dp=0, cp=0, tp=0))
         with torch.device("meta"):
             stages = gpt_stages(**model.arguments(tokens, length), placement=placement, parallel=ps)
-        # the table that both ends of a V share is one parameter
-        parameters = {}
-        for stage in stages.values():
-            for p in stage.parameters():
-                parameters[id(p)] = p.numel()
-        found.append(sum(parameters.values()))
+        found.append(_numbers(stages, sections.get("lora")))
     optimizer = sections["optimizer"]
     grad_dtype = sharding.grad_dtype
-    return expected_bytes(
-        max(found),
+    frozen, trained = max(found, key=sum)
+    state = expected_bytes(
+        trained,
         zero_stage=sharding.zero_stage,
         ranks=(parallel.data or 1) * parallel.context // parallel.replicate,
         param_bytes=model.dtype.itemsize,
@@ -63,6 +61,16 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
         moments=_MOMENTS[optimizer.optimizer] + (optimizer.ema_decay > 0),
         offload_fraction=sharding.offload_fraction if sharding.offload == "optimizer" else 0.0,
     )
+    return state + StateBytes(weights=frozen * model.dtype.itemsize)  # whole on every rank
+
+
+def _numbers(stages: Mapping[int, GPTModel], lora: LoraConfig | None) -> tuple[int, int]:
+    """(frozen, trained) parameters of one rank. A table that both ends of a V share is one parameter."""
+    parameters = {id(p): p.numel() for stage in stages.values() for p in stage.parameters()}
+    whole = sum(parameters.values())
+    if lora is None or lora.rank is None:
+        return 0, whole
+    return whole, sum(adapter_numel(stage, lora) for stage in stages.values())
 
 
 class _PlannedGroup(Group):

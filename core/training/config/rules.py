@@ -10,9 +10,11 @@ from core import dist_checkpointing
 from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.cached import is_text
 from core.datasets.shards.manifest import Manifest, is_list
+from core.models.lora.config import LoraConfig
 from core.optimizer.config import OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
 from core.parallel_state.context import wrong_length
+from core.training.config.adapters import lora_rules
 from core.training.config.data import DataConfig
 from core.training.config.parts import (
     CheckpointConfig,
@@ -76,13 +78,16 @@ def _position_rules(model: ModelConfig, data: DataConfig) -> Rules:
     )
 
 
-def _folder_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Rules:
+def _folder_rules(
+    model: ModelConfig, lora: LoraConfig, data: DataConfig, checkpoint: CheckpointConfig
+) -> Rules:
     """A Hugging Face folder, or a checkpoint's weights, are looked at where a run begins with them."""
     yield from folder.text_rules(model, data.train, data.tokenizer)
     if model.huggingface is None and checkpoint.weights is None:
         return
     try:
-        if checkpoint.resumes():  # and reads neither
+        # and reads neither; adapters go on beside the weights that they began with
+        if checkpoint.resumes() and (lora.rank is None or lora.save_base):
             return
     except (ValueError, OSError) as error:
         yield False, f"checkpoint.directory={checkpoint.directory}: {error}"
@@ -285,21 +290,14 @@ def _export_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointCo
 
 def _update_rules(
     model: ModelConfig,
-    parallel: ParallelConfig,
     data_parallel: DataParallelConfig,
     optimizer: OptimizerConfig,
 ) -> Rules:
-    """Muon needs whole matrices; stochastic rounding and loss scales need their dtypes (mixed precision)."""
-    zero_stage = data_parallel.zero_stage
-    tensor = parallel.tensor
-    is_muon = optimizer.optimizer == "muon"
+    """Muon needs its states at hand; stochastic rounding and loss scales need their dtypes (mixed precision)."""
     yield (
-        not is_muon or (zero_stage == 0 and tensor == 1),
-        f"optimizer=muon orthogonalises whole matrices, zero_stage={zero_stage} and tensor={tensor} may cut them; "
-        "use zero_stage=0 and tensor=1, or optimizer=adamw",
-    )
-    yield (
-        not is_muon or data_parallel.offload == "none" or data_parallel.offload_fraction == 0,
+        optimizer.optimizer != "muon"
+        or data_parallel.offload == "none"
+        or data_parallel.offload_fraction == 0,
         f"optimizer=muon multiplies matrices where its states are, offload_fraction={data_parallel.offload_fraction} "
         "of them would be on the host; use offload=none, or optimizer=adamw",
     )
@@ -323,10 +321,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
 # each group of rules with the parts of a run that it needs: it is checked even if other parts are wrong
 _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("checkpoint",), _checkpoint_rules),
-    (("model", "parallel", "data_parallel", "optimizer"), _update_rules),
+    (("model", "data_parallel", "optimizer"), _update_rules),
     (("model", "parallel"), _model_rules),
     (("model", "data"), _position_rules),
-    (("model", "data", "checkpoint"), _folder_rules),
+    (("model", "lora", "data"), lora_rules),
+    (("model", "lora", "data", "checkpoint"), _folder_rules),
     (("model", "data", "checkpoint"), _export_rules),
     (("training", "parallel"), _batch_rules),
     (("data", "parallel"), _sequence_rules),
@@ -367,6 +366,7 @@ def check_run(
     checkpoint: CheckpointConfig = CheckpointConfig(),  # noqa: B008
     data_parallel: DataParallelConfig = DataParallelConfig(),  # noqa: B008
     optimizer: OptimizerConfig = OptimizerConfig(),  # noqa: B008
+    lora: LoraConfig = LoraConfig(),  # noqa: B008
     *,
     world_size: int,
 ) -> ParallelConfig:
@@ -381,6 +381,7 @@ def check_run(
         "checkpoint": checkpoint,
         "data_parallel": data_parallel,
         "optimizer": optimizer,
+        "lora": lora,
     }
     raise_all("this run", [*broken_rules, *run_rules(parts)])
     return parallel

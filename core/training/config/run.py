@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from core.models.lora.config import LoraConfig
 from core.optimizer.config import MOST_STEPS, OptimizerConfig
 from core.optimizer.schedules.schedule import ENDLESS, LR_SCHEDULES
 from core.parallel_state.config import ParallelConfig, raise_all
@@ -46,6 +47,9 @@ class RunConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """What is trained."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Low-rank adapters that are trained in its place."""
 
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """How many ranks share it, in which way."""
@@ -176,6 +180,7 @@ def _device_rules(device: object) -> Iterator[tuple[bool, str]]:
 
 PARTS: dict[str, type] = {
     "model": ModelConfig,
+    "lora": LoraConfig,
     "parallel": ParallelConfig,
     "pipeline": PipelineConfig,
     "data_parallel": DataParallelConfig,

@@ -45,14 +45,21 @@ PEAK_FLOPS = {
 _MEASUREMENT_S = 0.1
 
 
-def flops_per_token(config: TransformerConfig, vocab_size: int, sequence_length: int) -> int:
+def flops_per_token(
+    config: TransformerConfig, vocab_size: int, sequence_length: int, adapters: int | None = None
+) -> int:
     """Matmul FLOPs of forward and backward per token: 6 per multiplication of `multiplications_per_token`.
 
+    adapters: parameters of adapters beside matrices that are frozen and get no gradients; None: all is trained.
     Products that activation checkpointing computes again, and rows that pad the vocabulary, do not count.
     """
     # a multiplication and an addition each in forward, and twice that in backward (input and weight gradients)
     layers, output = multiplications_per_token(config, vocab_size, sequence_length)
-    return 6 * (sum(layers) + output)
+    if adapters is None:
+        return 6 * (sum(layers) + output)
+    scores, _ = multiplications_per_token(config, 0, 0)  # without attention's products
+    matrices = sum(scores) + output
+    return 6 * (sum(layers) + output + adapters) - 2 * matrices
 
 
 def peak_flops(
@@ -162,8 +169,9 @@ class StepRecord:
 
     mfu: the part of all devices' FLOP/s that the model's own products used, None where no peak is known.
     memory_mib: the most that rank 0 held so far (`memory_mib`). skipped: steps since the last record that changed
-    nothing, because a gradient was not finite. time: seconds since 1970. tokens_seen: tokens that the run has read,
-    those before a resume included. experts: of each layer that has some, in order, how evenly they were used.
+    nothing, because a gradient was not finite, or the norm a spike; spikes: the latter. time: seconds since 1970.
+    tokens_seen: tokens that the run has read, those before a resume included. experts: of each layer that has some,
+    in order, how evenly they were used.
 
     A new field is filled in `run/loop.py`, printed by `line`, drawn by `log/page.py` and sent on by `log/sinks.py`.
     """
@@ -182,6 +190,7 @@ class StepRecord:
     time: float | None = None
     tokens_seen: int | None = None
     experts: tuple[ExpertLoad, ...] = ()
+    spikes: int = 0
 
     @property
     def expert_load(self) -> float | None:

@@ -202,7 +202,9 @@ def _figure_tiles(
         yield tile("MFU", f"{utilization[len(utilization) // 2]:.1%}", "median")
     if memory := known("memory_mib"):
         yield tile("peak memory", short(memory[-1]), "MiB, rank 0")
-    yield tile("skipped steps", f"{sum(record.skipped for record in records):,}", "in all")
+    spikes = sum(record.spikes for record in records)
+    told = f"{spikes:,} of them spikes of the gradient norm" if spikes else "in all"
+    yield tile("skipped steps", f"{sum(record.skipped for record in records):,}", told)
 
 
 def _bits_factor(bytes_per_token: float) -> float | None:

@@ -11,6 +11,7 @@ SCALAR_NAMES = {
     "grad_norm": "train/grad_norm",
     "learning_rate": "train/learning_rate",
     "skipped": "train/skipped",
+    "spikes": "train/spikes",
     "tokens_per_s": "speed/tokens_per_s",
     "tflops_per_s": "speed/tflops_per_s",
     "step_ms": "speed/step_ms",

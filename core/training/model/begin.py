@@ -10,6 +10,7 @@ from torch import nn
 from core.dist_checkpointing.planning.ranks import from_first
 from core.models.gpt import GPTModel, gpt_stages
 from core.models.huggingface import load_huggingface
+from core.models.lora import apply_lora
 from core.parallel_state import Init, ParallelState
 from core.parallel_state.modules import named_parameters
 from core.pipeline import Pipeline, SingleStage
@@ -18,7 +19,7 @@ from core.training.generation import generate
 from core.training.log.metrics import flops_per_token
 from core.training.model.own import own_stages
 from core.training.model.weights import load_weights
-from core.training.run.build import count_parameters
+from core.training.run.build import count_parameters, count_trained
 
 
 def build_stages(
@@ -70,6 +71,27 @@ def first_stages(
     may_be_on_meta: bool = False,
 ) -> Mapping[int, nn.Module]:
     """As `begin`, also for one process by itself. Raises ValueError: weights of another model."""
+    if run.lora.rank is None:
+        return _whole_stages(run, tokens, ps, resumes, say, may_be_on_meta=may_be_on_meta)
+    # frozen weights that no checkpoint holds are read again
+    in_checkpoint = resumes and run.lora.save_base
+    stages = _whole_stages(run, tokens, ps, in_checkpoint, say, may_be_on_meta=False)
+    apply_lora(stages, run.lora)
+    for stage in stages.values():
+        stage.awaits_checkpoint = resumes  # type: ignore[assignment]
+    return stages
+
+
+def _whole_stages(
+    run: RunConfig,
+    tokens: int,
+    ps: ParallelState,
+    resumes: bool,
+    say: Callable[[str], None],
+    *,
+    may_be_on_meta: bool,
+) -> Mapping[int, nn.Module]:
+    """Without adapters."""
     weights = run.checkpoint.weights
     folder = run.model.huggingface
     length = run.data.sequence_length
@@ -85,7 +107,7 @@ def first_stages(
             if resumes:
                 leave_undrawn(built, ps.device, on_meta=may_be_on_meta)
         if weights is not None and not resumes:
-            load_weights(stages, weights, ps, say)
+            load_weights(stages, weights, ps, say, grows=run.lora.rank is None)
         return stages
     return _stages_of_folder(run, folder, tokens, ps)
 
@@ -159,11 +181,12 @@ def step_flops_per_token(
     run: RunConfig, stages: Mapping[int, nn.Module], tokens: int, ps: ParallelState
 ) -> int:
     """Matmul FLOPs of a token's forward and backward; of a model of one's own 6 per parameter. All-gather over pp."""
+    adapters = None if run.lora.rank is None else count_trained(stages, ps)
     if run.model.build is not None:
         total, _ = count_parameters(stages, ps)
         return 6 * total
     return flops_per_token(
-        run.model.transformer(), run.model.vocabulary(tokens), run.data.sequence_length
+        run.model.transformer(), run.model.vocabulary(tokens), run.data.sequence_length, adapters
     )
 
 

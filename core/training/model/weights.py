@@ -37,12 +37,18 @@ def model_settings(url: str) -> dict[str, Any]:
 
 
 def load_weights(
-    stages: Mapping[int, nn.Module], url: str, ps: ParallelState, say: Callable[[str], None] = print
+    stages: Mapping[int, nn.Module],
+    url: str,
+    ps: ParallelState,
+    say: Callable[[str], None] = print,
+    *,
+    grows: bool = True,
 ) -> None:
     """Fill the stages of this rank from the model of a checkpoint; other dtypes are converted. Collective.
 
     A table of learned positions that is longer here than there keeps its initial values behind those that are
-    stored. Raises ValueError, on every rank: another vocabulary, other shapes or names, all of them named.
+    stored; not where it would stay as it is (`grows`). Raises ValueError, on every rank: another vocabulary, other
+    shapes or names, all of them named.
     """
     state: dict[str, ShardedTensor] = dict(sharded_state_dict(stages, ps))
     stored: list[Mapping[str, LazyTensor]] = []
@@ -52,7 +58,7 @@ def load_weights(
     table = dict(stages[min(stages)].named_parameters()).get(_POSITIONS)
     grown = None
     if positions is not None and table is not None and _has_more_rows(positions.shape, table.shape):
-        grown = table
+        grown = table if grows else None
     if grown is not None:
         # filled by hand, in its first rows: `load` takes equal shapes only
         state.pop(_POSITIONS)
@@ -146,6 +152,13 @@ def weights_rules(
         whole = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0)
     # as a checkpoint would name them: padding and splits play no part
     expected = {shard.key: shard.info.shape for shard in whole.sharded_state_dict().values()}
+    if "lora" in open_stored(url).run:
+        yield (
+            False,
+            f"checkpoint.weights={url} holds adapters (lora.rank), not a whole model: export it (python -m "
+            "core.models.huggingface export), and give the folder as model.huggingface",
+        )
+        return
     problems = list(_differences(expected, stored, compares_vocabulary=tokens is not None))
     yield not problems, _refusal(url, problems, len(stored)) if problems else ""
 

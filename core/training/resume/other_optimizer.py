@@ -49,7 +49,7 @@ def refuse_other_optimizer(run: RunConfig, url: str, ps: ParallelState) -> None:
     current -= {EMA} - saved
     # of Muon's kinds a model has only some if it has no hidden matrices, or none that are trained
     may_lack = run.optimizer.optimizer == "muon" and (
-        run.optimizer.freeze or run.model.build is not None
+        run.optimizer.freeze or run.model.build is not None or run.lora.rank is not None
     )
     if not stored or "optimizer" in run.checkpoint.change or (may_lack and saved < current):
         return

@@ -11,6 +11,7 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.models.gpt.description import description_of, differences
 from core.parallel_state import ParallelState
 from core.training.config import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
+from core.training.resume.adapters import refuse_other_adapters
 from core.training.resume.other_optimizer import refuse_other_optimizer
 
 
@@ -88,6 +89,7 @@ def refuse_another_run(
         model = description_of(**run.model.arguments(tokens, run.data.sequence_length))
         # silent: an allowed change is told when the checkpoint is loaded
         compare_models(url, model, run.checkpoint.change, lambda line: None)
+        refuse_other_adapters(url, run.lora.facts() if run.lora.rank is not None else None)
     refuse_other_optimizer(run, url, ps)
 
 

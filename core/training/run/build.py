@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from core.autograd import GradSync, apply_recompute
+from core.autograd import GradSync, apply_recompute, offload_activations
 from core.autograd.compiled import check_compiler, compile_layers
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel
@@ -96,10 +96,11 @@ def build_executor(
         context = getattr(model, "stage", None)
         keeps = training.recompute_keeps
         apply_recompute(model, training.recompute, stage=context, keeps=keeps)
+        offload_activations(model, training.offload_activations)
         return SingleStage(
             model, ps=ps, num_microbatches=num_microbatches, grad_sync=grad_sync, seed=training.seed
         )
-    return Pipeline(
+    executor = Pipeline(
         stages,
         ps=ps,
         schedule=pipeline.generator(),
@@ -110,6 +111,8 @@ def build_executor(
         seed=training.seed,
         memory_limit=pipeline.memory_limit,
     )
+    offload_activations(stages, training.offload_activations)  # around what is recomputed
+    return executor
 
 
 def count_parameters(stages: Mapping[int, nn.Module], ps: ParallelState) -> tuple[int, int]:
@@ -125,3 +128,12 @@ def count_parameters(stages: Mapping[int, nn.Module], ps: ParallelState) -> tupl
         model_sizes |= rank_sizes
     local_size = sum(parameter.numel() for parameter in local_parameters.values())
     return sum(model_sizes.values()), local_size
+
+
+def count_trained(stages: Mapping[int, nn.Module], ps: ParallelState) -> int:
+    """Parameters of the whole model, without padding, that want a gradient. All-gather over pp."""
+    local = {name: layout_of(p).numel for name, p in named_parameters(stages) if p.requires_grad}
+    whole: dict[str, int] = {}
+    for sizes in all_gather_objects(local, ps.group("pp")):
+        whole |= sizes
+    return sum(whole.values())

@@ -13,11 +13,12 @@ from core.dist_checkpointing.planning.ranks import from_first
 from core.dist_checkpointing.reading.loading import load
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.writing.saving import layout_of_ranks
-from core.optimizer import ShardedOptimizer, sharded_state_dict
+from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.parallel_state.modules import modules_of
 from core.pipeline.run.ranges import named
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
+from core.training.resume.adapters import model_state, refuse_other_adapters
 from core.training.resume.batch_plan import BatchPlan
 from core.training.resume.other_optimizer import (
     begin_states,
@@ -62,6 +63,7 @@ class Checkpoints(AbstractContextManager):
         self._order = order_of(data, training, order)
         self.plan = BatchPlan(global_batch_size=training.global_batch_size, ramp=training.ramp)
         self._model: Mapping[str, Any] | None = dict(run or {}).get("model")
+        self._lora: Mapping[str, Any] | None = dict(run or {}).get("lora")
         self._terminated = False
         self.stopped = False
         self._stop_flag = StopFlag(ps)
@@ -95,7 +97,7 @@ class Checkpoints(AbstractContextManager):
         # a template of another step has the same arrays
         step = max(step, self.plan.start_step)
         return {
-            "model": sharded_state_dict(self.optimizer.shard),
+            "model": model_state(self.optimizer.shard, self._lora),
             "optimizer": self.optimizer.sharded_state_dict(),
             "training": {"step": step, "samples": self.plan.first_row(step), "order": self._order},
         }
@@ -151,6 +153,7 @@ class Checkpoints(AbstractContextManager):
         Collective. Raises ValueError: it was another optimizer, and nobody said that it changes.
         """
         compare_models(url, self._model, self.config.change, self.say)
+        refuse_other_adapters(url, self._lora)
         template = self.state(0)
         template["optimizer"], self._average_begins = fitted_average(
             template["optimizer"], url, self.ps
@@ -189,7 +192,8 @@ class Checkpoints(AbstractContextManager):
         else:
             begin_states(self.optimizer, step)
         stored_run = StoredCheckpoint.open(url).run
-        if self.manager is not None:
+        # adapters are found again by where their weights were read last
+        if self.manager is not None and (self._lora is None or self._lora["save_base"]):
             self.manager.note({"began_as": stored_run.get("began_as", {})})
         # only told: a checkpoint opens under any layout
         saved_layout = _describe_layout(stored_run.get("layout", {}))

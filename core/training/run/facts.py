@@ -10,6 +10,7 @@ from core.datasets import AnyTokenizer, load_tokenizer
 from core.dist_checkpointing.reading.loading import open_stored
 from core.models.gpt.description import described, description
 from core.models.gpt.gpt_model import GPTModel
+from core.models.lora.base import fingerprint
 from core.training.config import RunConfig
 from core.training.run.data import Corpus
 
@@ -17,14 +18,22 @@ from core.training.run.data import Corpus
 def facts_of_run(
     stages: Mapping[int, nn.Module], corpus: Corpus | None, run: RunConfig
 ) -> dict[str, Any]:
-    """The run's settings by flat name, the model, where it is a GPT, and the tokenizer of its text, as JSON values.
+    """The run's settings by flat name, the model, where it is a GPT, its adapters, and the tokenizer of its text.
 
-    The same on every rank. A checkpoint can then be evaluated by itself.
+    JSON values, the same on every rank. A checkpoint can then be evaluated by itself. Of a model with adapters
+    collective: what tells the frozen weights apart is a sum over all ranks.
     """
     facts: dict[str, Any] = {"settings": run.flat()}
     gpt = next((stage for stage in stages.values() if isinstance(stage, GPTModel)), None)
     if gpt is not None:
         facts["model"] = description(gpt)
+        if gpt.lora is not None:
+            facts["lora"] = gpt.lora.facts()
+            if not gpt.lora.save_base:
+                whole = {
+                    number: stage for number, stage in stages.items() if isinstance(stage, GPTModel)
+                }
+                facts["lora"]["base"] = fingerprint(whole, gpt.parallel)
     if corpus is not None:
         tokenizer = corpus.tokenizer
         file = corpus.tokenizer_file

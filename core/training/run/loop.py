@@ -99,17 +99,21 @@ class _Meter:
         self._first_step = start
         self._tokens: Tensor | float = 0.0
         self._skipped: Tensor | int = 0
+        self._spikes: Tensor | int = 0
 
-    def add(self, num_tokens: Tensor, skipped: Tensor) -> None:
+    def add(self, num_tokens: Tensor, stats: StepStats) -> None:
         """Take one step's numbers into the running sums."""
         # tensors: reading them in every step would make the host wait for the device
         self._tokens = self._tokens + num_tokens
-        self._skipped = self._skipped + skipped
+        self._skipped = self._skipped + stats.skipped
+        self._spikes = self._spikes + (stats.skipped & ~stats.found_inf)
 
     def record(
         self, step: int, loss: float, learning_rate: float, stats: StepStats, tokens: Tensor
     ) -> StepRecord:
         """What is logged of step number `step` (from 0), with the rates since the last record."""
+        spikes = int(self._spikes)
+        self._spikes = 0
         tokens_per_s, seconds, skipped = self._read(step)
         # of the model; activation checkpointing's forward does not count
         flops_per_s = tokens_per_s * self._flops
@@ -132,6 +136,7 @@ class _Meter:
             time=time.time(),
             tokens_seen=self.tokens_seen(step),
             experts=tuple(self._experts()) if self._experts is not None else (),
+            spikes=spikes,
         )
 
     def tokens_seen(self, step: int) -> int | None:
@@ -195,25 +200,39 @@ class _Reporter:
     ) -> None:
         """Record a step and tell it. Raises RuntimeError: its loss is not a number."""
         record = self._meter.record(step, loss, learning_rate, stats, num_tokens)
-        # every rank logs the same steps: all raise here, or all take part in the collective of `non_finite`
+        # every rank logs the same steps: all take part in the collective of `non_finite`, and raise, or none does
         if record.loss != record.loss:
             raise RuntimeError(
-                f"the loss of step {record.step - 1} is not a number; lower the learning rate"
+                f"the loss of step {record.step - 1} is not a number; not finite in its gradient: "
+                f"{self._names_not_finite()}; lower the learning rate"
             )
         self._log.add(record)
         self._say(record.line(self._config.train_steps))
-        if bool(stats.skipped):
-            self._say(self._skipped_line(record))
+        if record.skipped:
+            self._say(self._skipped_line(record, stats))
 
-    def _skipped_line(self, record: StepRecord) -> str:
-        """Why a step changed nothing. Collective where the names of gradients are asked for."""
+    def _skipped_line(self, record: StepRecord, stats: StepStats) -> str:
+        """Why this step changed nothing, or others since the last line. Collective where names are asked for."""
         scale = self._optimizer.loss_scale
-        if isinstance(scale, Tensor):
-            # float16: it is normal that the scale is tried, and halved
-            steps = f"{record.step:5d}/{self._config.train_steps}"
-            return f"step {steps} | skipped: float16 overflow | loss scale {float(scale):g}"
-        names = ", ".join(self._optimizer.non_finite()[:5]) or "the norm"
-        return f"step {record.step} was skipped; not finite: {names}"
+        is_float16 = isinstance(scale, Tensor)
+        if spike := stats.spike_in_words():
+            return f"step {record.step} was skipped; {spike}"
+        if bool(stats.skipped):
+            if is_float16:
+                # it is normal that the scale is tried, and halved
+                steps = f"{record.step:5d}/{self._config.train_steps}"
+                return f"step {steps} | skipped: float16 overflow | loss scale {float(scale):g}"
+            return f"step {record.step} was skipped; not finite: {self._names_not_finite()}"
+        line = f"{record.skipped} steps since the last line were skipped"
+        if record.spikes:
+            line += f", {record.spikes} of them as spikes of the gradient norm"
+        if record.spikes < record.skipped and not is_float16:
+            line += f"; not finite: {self._names_not_finite()}"
+        return line
+
+    def _names_not_finite(self) -> str:
+        """Of gradients of the last skipped step that were not finite; collective."""
+        return ", ".join(self._optimizer.non_finite()[:5]) or "the norm"
 
     def validation(
         self, step: int, validate: Callable[[], Mapping[str, TextLoss]] | None
@@ -278,7 +297,7 @@ def train(
         learning_rate = optimizer.learning_rate
         batch = _batch(batch_of, step)
         result, stats = update(executor, optimizer, batch, next_token_loss, checkpoints)
-        meter.add(result.num_tokens, stats.skipped)
+        meter.add(result.num_tokens, stats)
 
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
         last = step == config.train_steps - 1

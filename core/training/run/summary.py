@@ -19,7 +19,7 @@ from core.training.log.metrics import MetricsLog, device_name
 from core.training.log.page import Sample, write_page
 from core.training.log.picture import headline, write_report
 from core.training.log.sinks import open_sinks
-from core.training.run.build import count_parameters
+from core.training.run.build import count_parameters, count_trained
 from core.training.run.data import Corpus
 
 _WIDEST = 118  # columns of a drawing
@@ -101,6 +101,12 @@ def describe(
         say(f"note: {note}; model.bf16=false trains faster")
     total, local = count_parameters(stages, ps)
     say(f"parameters: {total:,} in all, {local:,} on rank 0 (with padding)")
+    if run.lora.rank is not None:
+        trained = count_trained(stages, ps)
+        say(
+            f"adapters of rank {run.lora.rank}: {trained:,} parameters are trained ({trained / total:.2%}), all "
+            "others are frozen"
+        )
     train_tokens, valid_tokens = corpus.num_tokens
     say(f"text: {train_tokens:,} tokens to train on, {valid_tokens:,} to validate")
     if isinstance(train := corpus.train, ConversationBatches):

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from core.dist_checkpointing.reading.loading import load
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.state.mapping import sharded_state_dict
 from core.dist_checkpointing.storage.address import below
+from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface
+from core.models.lora.base import adapters_of, load_adapted
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
-from core.training.config import RunConfig
+from core.training.config import LoraConfig, RunConfig
 from core.training.config.run import known_fields
 from core.training.config.toml_files import read_toml
 from core.training.model.begin import first_stages
@@ -34,21 +36,26 @@ class Trained:
     """Where a model lies, and the flat settings of its run that describe it and its text.
 
     is_checkpoint: `url` is one; else the Hugging Face folder that `settings` name. tokenizer: identity of the
-    tokenizer of its text, where the checkpoint knows it.
+    tokenizer of its text, where the checkpoint knows it. source: the folder that it began as, if that was given.
     """
 
     url: str
     settings: Mapping[str, Any]
     is_checkpoint: bool
     tokenizer: str | None = None
+    source: str | None = None
 
     def load(self, run: RunConfig, tokens: int, ps: ParallelState) -> Mapping[int, nn.Module]:
         """stage -> module of this rank, with its weights; tokens: of the tokenizer. Collective.
 
         Raises ValueError: a checkpoint of another model, a tokenizer with more tokens than the model.
         """
+        run = replace(run, lora=LoraConfig())  # the checkpoint says which adapters it has
         stages = first_stages(run, tokens, ps, resumes=self.is_checkpoint)
-        if self.is_checkpoint:
+        if self.is_checkpoint and adapters_of(self.url) is not None:
+            models = {n: stage for n, stage in stages.items() if isinstance(stage, GPTModel)}
+            load_adapted(models, self.url, ps, source=self.source)
+        elif self.is_checkpoint:
             load({"model": sharded_state_dict(dict(stages), ps)}, self.url, ps=ps, cast=True)
         return stages
 
@@ -99,6 +106,7 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
         settings={name: value for name, value in settings.items() if name.startswith(_KEPT)},
         is_checkpoint=True,
         tokenizer=objects.get("training/order/tokenizer"),
+        source=source,
     )
 
 

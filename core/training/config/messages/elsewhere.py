@@ -26,6 +26,8 @@ ELSEWHERE = {
     "train_iters": "training.train_steps",
     "eval_iters": "training.eval_batches",
     "recompute_granularity": "training.recompute",
+    "cpu_offloading": "training.offload_activations",
+    "cpu_offloading_num_layers": "training.offload_activations",
     "tensorboard_dir": "training.tensorboard",
     "lr_decay_style": "optimizer.lr_schedule",
     "lr_decay_iters": "optimizer.lr_decay_steps",

@@ -29,6 +29,8 @@ def _reasons_by_field(values: Mapping[str, Any]) -> dict[str, str]:
         reasons["pipeline.memory_limit"] = "only pipeline.schedule=auto searches below a limit"
     if values["data_parallel.offload"] == "none":
         reasons["data_parallel.offload_fraction"] = "data_parallel.offload=none"
+    if not values["optimizer.skip_grad_norm_above"]:
+        reasons["optimizer.skip_window"] = "optimizer.skip_grad_norm_above=0 skips no update"
     if values["data_parallel.zero_stage"] != 3:
         reasons["data_parallel.shard_units"] = "only zero_stage=3 gathers weights by units"
     if values["data.train"]:

@@ -32,6 +32,10 @@ class TrainingConfig:
     """What is kept all the same: attention's output, which costs one activation per layer and saves its kernel a
     second run; selective recomputation keeps nothing."""
 
+    offload_activations: float = 0.0
+    """Share of each stage's layers, the first ones, whose activations wait in host memory from forward to backward: 0
+    none, 1 all. On a CPU it is a copy, and saves nothing."""
+
     loss_chunk: int | None = None
     """Tokens whose logits exist at once in the loss, for large vocabularies and long sequences: less memory for a
     product more; default: all of a microbatch."""
@@ -118,11 +122,29 @@ class TrainingConfig:
             self.compile in ("none", "layer"),
             f"unknown compile {self.compile!r}; known: none, layer",
         )
+        yield from self._offload_rules()
         yield from self._profile_rules()
         peak = self.peak_tflops
         yield (
             peak is None or peak > 0,
             f"peak_tflops={peak} must be above 0; leave it out to have it found",
+        )
+
+    def _offload_rules(self) -> Iterator[tuple[bool, str]]:
+        share = self.offload_activations
+        yield (
+            0 <= share <= 1,
+            f"offload_activations={share} must be between 0 (no layer) and 1 (all of them)",
+        )
+        yield (
+            not share or self.compile == "none",
+            f"offload_activations={share} moves what single operations save, compile={self.compile} makes 1 of a "
+            "layer's; use one of the two",
+        )
+        yield (
+            not share or self.recompute != "stage",
+            f"offload_activations={share} moves what layers save in forward, which is nothing with recompute=stage; "
+            "use recompute=layer, selective or none",
         )
 
     def _profile_rules(self) -> Iterator[tuple[bool, str]]:

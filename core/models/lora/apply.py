@@ -1,0 +1,187 @@
+"""Puts low-rank adapters beside the linears of a GPTModel's layers, and folds them into the weights again."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.autograd import has_main_grad
+from core.models.gpt.gpt_model import GPTModel
+from core.models.lora.config import LoraConfig
+from core.parallel_state import layout_of
+from core.parallel_state.collectives import all_gather_objects
+from core.parallel_state.initial import fill
+from core.parallel_state.modules import Modules, modules_of, named_parameters
+from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from core.tensor_parallel.low_rank import LowRank
+from core.transformer.dropout import Dropout
+from core.transformer.spec import Build
+
+Linear = ColumnParallelLinear | RowParallelLinear
+ADAPTER = ".adapter.lora_"  # in the name of every parameter of an adapter, and of no other
+
+
+def apply_lora(model: Modules, config: LoraConfig) -> None:
+    """Freeze a GPTModel, or this rank's pipeline stages, and put an adapter beside each linear that `config` names.
+
+    Before `DataParallel`. The initial values follow from the model's seed and are the same on every layout; the
+    model computes what it did before, since B is zero. All-gather of names over the pipeline ranks.
+    Raises ValueError, on every rank and before anything has changed: no GPTModel, one that has adapters or belongs to
+    a DataParallel, names of no linear (with those that exist), a rank above a matrix's sizes.
+    """
+    stages = [_checked(stage) for stage in modules_of(model).values()]
+    scale = config.scale
+    assert config.rank is not None
+    found = [list(_linears(stage)) for stage in stages]
+    _refuse(config, [pair for pairs in found for pair in pairs], stages)
+    for stage, linears in zip(stages, found, strict=True):
+        stage.requires_grad_(False)
+        for name, linear in linears:
+            if _is_named(name, config.modules):
+                _adapt(stage, name, linear, config.rank, scale, config.dropout)
+        stage.lora = config
+        stage.draws = stage.draws or config.dropout > 0
+
+
+def adapter_numel(stage: GPTModel, config: LoraConfig) -> int:
+    """Parameters of the adapters that `apply_lora` would put in, on this rank; names of no linear count nothing."""
+    weights = [w.weight for name, w in _linears(stage) if _is_named(name, config.modules)]
+    return sum((config.rank or 0) * (w.numel() // w.shape[-1] + w.shape[-1]) for w in weights)
+
+
+def merge_lora(model: Modules) -> None:
+    """Fold every adapter into its matrix, W + scale B A, and take it away: an ordinary model; no collective.
+
+    Its parameters stay frozen until `requires_grad_`. The optimizer that trained the adapters is done with.
+    Raises ValueError: no adapters.
+    """
+    stages = [_gpt(stage) for stage in modules_of(model).values()]
+    if any(stage.lora is None for stage in stages):
+        raise ValueError("merge_lora: the model has 0 adapters; apply_lora puts them in")
+    for stage in stages:
+        for _, linear in _linears(stage):
+            if linear.adapter is not None:
+                with torch.no_grad():
+                    linear.weight.copy_(linear.adapter.folded(linear.weight))
+                linear.adapter = None
+        stage.lora = None
+
+
+def lora_state_dict(state: Mapping[str, Any], model: Modules) -> dict[str, Any]:
+    """A model's `sharded_state_dict` without what is frozen: all that training changes, for `dist_checkpointing`.
+
+    What is trained beside adapters, and buffers, stay in it. Raises ValueError: there are no adapters in it.
+    """
+    frozen = {name for name, p in named_parameters(model) if not p.requires_grad}
+    kept = {name: tensor for name, tensor in state.items() if name not in frozen}
+    if not any(ADAPTER in name for name in kept):
+        raise ValueError(f"lora_state_dict: 0 of {len(state)} names are of adapters")
+    return kept
+
+
+def _gpt(stage: nn.Module) -> GPTModel:
+    if not isinstance(stage, GPTModel):
+        raise ValueError(
+            f"LoRA: the model is a {type(stage).__name__}, a GPTModel is needed; beside a linear of your own put a "
+            "core.tensor_parallel.low_rank.LowRank"
+        )
+    return stage
+
+
+def _checked(stage: nn.Module) -> GPTModel:
+    model = _gpt(stage)
+    if model.lora is not None:
+        raise ValueError(
+            f"apply_lora: the model has adapters of rank {model.lora.rank} already; merge_lora folds them in"
+        )
+    if owned := sum(has_main_grad(parameter) for parameter in model.parameters()):
+        raise ValueError(
+            f"apply_lora: {owned} parameters belong to a DataParallel, which would not know the adapters; call it "
+            "before DataParallel"
+        )
+    return model
+
+
+def _linears(stage: GPTModel) -> Iterator[tuple[str, Linear]]:
+    """(global name, linear) of every split linear of the layers."""
+    for name, module in stage.decoder.named_modules(prefix="decoder"):
+        if isinstance(module, Linear):
+            yield name, module
+
+
+def _path(name: str) -> str:
+    """decoder.layers.7.mlp.linear_fc1 -> mlp.linear_fc1."""
+    return name.split(".", 3)[3]
+
+
+def _is_named(name: str, modules: Sequence[str]) -> bool:
+    path = _path(name)
+    return any(path == module or path.endswith(f".{module}") for module in modules)
+
+
+def _refuse(
+    config: LoraConfig, linears: Sequence[tuple[str, Linear]], stages: Sequence[GPTModel]
+) -> None:
+    """Raise ValueError, on all pipeline ranks alike, for what does not fit the whole model."""
+    sizes = {
+        name: (layout.numel // layout.shape[-1], layout.shape[-1])
+        for name, linear in linears
+        for layout in (layout_of(linear.weight),)
+    }
+    ps = stages[0].parallel
+    whole = {
+        name: size
+        for part in all_gather_objects(sizes, ps.group("pp"))
+        for name, size in part.items()
+    }
+    existing = sorted({_path(name) for name in whole})
+    problems = [
+        f"modules: {module!r} is no linear of this model; there are {', '.join(existing)}"
+        for module in config.modules
+        if not any(_is_named(name, (module,)) for name in whole)
+    ]
+    assert config.rank is not None
+    too_small = {
+        _path(name): size
+        for name, size in whole.items()
+        if _is_named(name, config.modules) and min(size) < config.rank
+    }
+    problems += [
+        f"rank={config.rank} is above the matrix of {path}, {list(size)}; use at most {min(size)}"
+        for path, size in too_small.items()
+    ]
+    if problems:
+        raise ValueError("apply_lora: " + "; ".join(problems))
+
+
+def _adapt(
+    stage: GPTModel, name: str, linear: Linear, rank: int, scale: float, dropout: float
+) -> None:
+    """Put an adapter beside one linear, with its first values; on meta they are left to who fills the others."""
+    layer, path = int(name.split(".")[2]), _path(name)
+    place = replace(
+        stage.place, dtype=linear.weight.dtype, device=linear.weight.device, filled_by_model=True
+    )
+    drop = None
+    if dropout > 0:
+        build = Build(stage.config, stage.parallel, stage.stage, stage.seed, layer)
+        # a row-parallel linear's ranks have other columns, sequence shards other tokens
+        sharded = isinstance(linear, RowParallelLinear) or place.splits_sequence
+        drop = Dropout(build, dropout, f"lora {path}", sharded=sharded)
+    adapter = LowRank(layout_of(linear.weight), rank, place=place, scale=scale, dropout=drop)
+    for factor, parameter in adapter.named_parameters():
+        if not parameter.is_meta:
+            ps = stage.parallel
+            fill(
+                parameter,
+                f"{name}.adapter.{factor}",
+                parameter.initial,  # type: ignore[attr-defined]
+                seed=stage.seed,
+                coordinate=ps.coordinate,
+                sizes=ps.sizes,
+                draw_on_cpu=stage.draws_on_cpu,
+            )
+    adapter.train(linear.training)
+    linear.adapter = adapter
