@@ -104,7 +104,8 @@ class ShardedMuon(ShardedOptimizer):
 
     def _own(self, matrix: Matrix) -> tuple[StateBuffer, slice]:
         """Where this rank's piece of a matrix lies."""
-        data_ranks, first = matrix.data_ranks, matrix.buffer.updated_interval[0]
+        data_ranks = matrix.data_ranks
+        first = matrix.buffer.updated_interval[0]
         start, stop = matrix.piece(0 if data_ranks is None else data_ranks.rank)
         return self._state_buffer_of[id(matrix.buffer)], slice(start - first, stop - first)
 
@@ -113,11 +114,13 @@ class ShardedMuon(ShardedOptimizer):
         state_buffer, own = self._own(matrix)
         gradient = state_buffer.gradients[own]
         if gradient.numel() == 0 or matrix.name in self._reached.left_out:
-            return torch.zeros_like(gradient, dtype=torch.bfloat16)  # sent, and not used
+            # sent, and not used
+            return torch.zeros_like(gradient, dtype=torch.bfloat16)
         momentum = state_buffer.states["momentum_buffer"][own]
         scale = factor.divisor.reciprocal().to(momentum.dtype)
         gradient = gradient.to(momentum.dtype) * scale
         mu = self._options_of(matrix)["momentum"]
+        # torch.optim.Muon's form, (1 - mu) G: what is orthogonalised may have any scale
         momentum.lerp_(gradient, 1 - mu)
         return gradient.lerp_(momentum, mu).bfloat16()
 
@@ -125,11 +128,13 @@ class ShardedMuon(ShardedOptimizer):
         """Decay this rank's piece of the main weights, and subtract the orthogonal matrix's."""
         if orthogonal.numel() == 0 or matrix.name in self._reached.left_out:
             return
-        options, number = self._options_of(matrix), self._groups.number_of[matrix.name]
+        options = self._options_of(matrix)
+        number = self._groups.number_of[matrix.name]
         state_buffer, own = self._own(matrix)
         main = state_buffer.updated
         assert main is not None
-        lr, main = float(options["lr"]), main[own]
+        lr = float(options["lr"])
+        main = main[own]
         if number in self._groups.decay_everything or self._decays(matrix.name, matrix.layout):
             main.mul_(1 - lr * options["weight_decay"])
         main.add_(orthogonal, alpha=-lr * self._rate_share(*matrix.rows_and_columns))
@@ -149,7 +154,10 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 
     As torch.optim.Muon, bit for bit: five quintic iterations, a X + (b A + c A^2) X with A = X X^T.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
+    # so that X X^T is the smaller one of the two products
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=1e-7)

@@ -61,7 +61,8 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
         moments=_MOMENTS[optimizer.optimizer] + (optimizer.ema_decay > 0),
         offload_fraction=sharding.offload_fraction if sharding.offload == "optimizer" else 0.0,
     )
-    return state + StateBytes(weights=frozen * model.dtype.itemsize)  # whole on every rank
+    # whole on every rank
+    return state + StateBytes(weights=frozen * model.dtype.itemsize)
 
 
 def _numbers(stages: Mapping[int, GPTModel], lora: LoraConfig | None) -> tuple[int, int]:

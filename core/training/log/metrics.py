@@ -57,7 +57,8 @@ def flops_per_token(
     layers, output = multiplications_per_token(config, vocab_size, sequence_length)
     if adapters is None:
         return 6 * (sum(layers) + output)
-    scores, _ = multiplications_per_token(config, 0, 0)  # without attention's products
+    # without attention's products
+    scores, _ = multiplications_per_token(config, 0, 0)
     matrices = sum(scores) + output
     return 6 * (sum(layers) + output + adapters) - 2 * matrices
 

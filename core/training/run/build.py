@@ -111,7 +111,8 @@ def build_executor(
         seed=training.seed,
         memory_limit=pipeline.memory_limit,
     )
-    offload_activations(stages, training.offload_activations)  # around what is recomputed
+    # around what is recomputed
+    offload_activations(stages, training.offload_activations)
     return executor
 
 

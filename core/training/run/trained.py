@@ -50,7 +50,8 @@ class Trained:
 
         Raises ValueError: a checkpoint of another model, a tokenizer with more tokens than the model.
         """
-        run = replace(run, lora=LoraConfig())  # the checkpoint says which adapters it has
+        # the checkpoint says which adapters it has
+        run = replace(run, lora=LoraConfig())
         stages = first_stages(run, tokens, ps, resumes=self.is_checkpoint)
         if self.is_checkpoint and adapters_of(self.url) is not None:
             models = {n: stage for n, stage in stages.items() if isinstance(stage, GPTModel)}
