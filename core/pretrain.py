@@ -7,7 +7,7 @@
 Without data of your own it reads the interpreter's standard library.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from core import parallel_state
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import started_processes
+from core.pipeline import Pipeline, SingleStage
 from core.training import Loaded, RunConfig, load_run, same_on_all_ranks, train
 from core.training.config.sources import checked
 from core.training.log.console import Console, errors_as_one_line
@@ -28,23 +29,23 @@ from core.training.model.begin import begin, sample, step_flops_per_token
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
 from core.training.resume.same_run import refuse_another_run
 from core.training.run.assembly import assemble
+from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
-from core.training.run.data import open_corpus
+from core.training.run.data import Corpus, open_corpus
 from core.training.run.evaluate import validate
 from core.training.run.loader import local_batches
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
 from core.transformer.attention.kernels import kernels_of_run
 
-TRY_AGAIN = 75  # status of a run that was asked to stop before its end (EX_TEMPFAIL)
+# status of a run that was asked to stop before its end (EX_TEMPFAIL)
+TRY_AGAIN = 75
 
 
 def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
-    s, rank, size = run.data.sequence_length, ps.index("dp"), ps.size("dp")
-    console = Console(
-        ps.rank, run.training.train_steps, tokens_per_step=run.training.global_batch_size * s
-    )
-    here = local_batches(ps)
+    s = run.data.sequence_length
+    tokens_per_step = run.training.global_batch_size * s
+    console = Console(ps.rank, run.training.train_steps, tokens_per_step=tokens_per_step)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
     refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
@@ -54,7 +55,6 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     memory = MemoryReport(stages, ps, say=console.say)
     _, optimizer, executor, checkpoints = assemble(stages, run, corpus, ps, console.say, memory)
     start = console.start = checkpoints.resume()
-    batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
     if start >= run.training.train_steps:
         console.say(
             f"nothing to do: {start} of {run.training.train_steps} steps are made; ask for more train_steps"
@@ -62,25 +62,22 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         checkpoints.export()
         return
 
-    def batch_of(step: int) -> Mapping[str, Tensor]:
-        cut_as_planned(executor, checkpoints.plan, step, run.training, size)
-        return here(batches.batch(step, rank, size))
-
+    validation = None
+    if corpus.validation_texts:
+        validation = partial(validate, executor, corpus, ps, optimizer)
     profiler = StepProfiler(run.training, ps, console.say)
     with console, checkpoints, open_log(run, start, ps) as log, profiler:
         first = train(
             executor,
             optimizer,
-            batch_of,
+            _batch_of_step(corpus, checkpoints, executor, run, ps),
             run.training,
             flops_per_token=step_flops_per_token(run, stages, corpus.tokenizer.vocab_size, ps),
             peak_flops=total_peak_flops(ps, run.model.dtype, run.training.peak_tflops),
             log=log,
             say=console.say,
             every_step=console.every_step if console.bar else None,
-            validate=partial(validate, executor, corpus, ps, optimizer)
-            if corpus.validation_texts
-            else None,
+            validate=validation,
             checkpoints=checkpoints,
             start=start,
             tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,
@@ -94,13 +91,36 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         console.say(f"{skipped} of {optimizer.step_count} steps were skipped: {reason}")
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
-    steps, prompt = last_step(executor), corpus.prompt(s // 2 or 1)
+
+    # collective, so before rank 0 writes its report alone
+    steps = last_step(executor)
+    prompt = corpus.prompt(s // 2 or 1)
     written = sample(stages, prompt, executor)
     if ps.rank == 0:
         text = Sample.of(corpus.tokenizer, prompt, written)
         tell(loaded, log, corpus, steps, text, ps, parameters, console.say)
         for line in comparisons(first, start, log.records, run, corpus, parameters, ps.device):
             console.say(line)
+
+
+def _batch_of_step(
+    corpus: Corpus,
+    checkpoints: Checkpoints,
+    executor: SingleStage | Pipeline,
+    run: RunConfig,
+    ps: ParallelState,
+) -> Callable[[int], Mapping[str, Tensor]]:
+    """step -> this rank's rows; the executor is laid out for their number, where the batch grows."""
+    batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
+    to_device = local_batches(ps)
+    rank = ps.index("dp")
+    replicas = ps.size("dp")
+
+    def batch_of(step: int) -> Mapping[str, Tensor]:
+        cut_as_planned(executor, checkpoints.plan, step, run.training, replicas)
+        return to_device(batches.batch(step, rank, replicas))
+
+    return batch_of
 
 
 def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
@@ -111,9 +131,8 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
     loaded = load_run(args, description=description)
     with errors_as_one_line():
         run = checked(loaded, started_processes())
-        loaded = replace(
-            loaded, run=replace(loaded.run, data=run.data)
-        )  # run.toml names what text became
+        # run.toml names what text became
+        loaded = replace(loaded, run=replace(loaded.run, data=run.data))
         with (
             parallel_state.launch(run.device, backend=run.parallel.backend) as device,
             errors_as_one_line(),
@@ -122,7 +141,8 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
             ps = ParallelState.build(run.parallel, device=device)
             with kernels_of_run(device, deterministic=run.training.deterministic):
                 pretrain(loaded, run, ps)
-            ps.leave()  # threads of gloo that live into the interpreter's end have ended a rank by SIGABRT
+            # threads of gloo that live into the interpreter's end have ended a rank by SIGABRT
+            ps.leave()
 
 
 if __name__ == "__main__":

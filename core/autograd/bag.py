@@ -30,9 +30,8 @@ class Ticket:
         self.has_owner = has_owner
         number = next(_numbers)
         _object_of_number[number] = target
-        self.number = torch.from_numpy(
-            np.asarray(number)
-        )  # no operation that a dispatch mode would see
+        # no operation that a dispatch mode would see
+        self.number = torch.from_numpy(np.asarray(number))
 
     def __reduce__(self) -> Any:
         return nothing, ()
@@ -65,7 +64,9 @@ class _CheckedThunk:
     """A thunk that compares how often its tensors were written, when it was made and when it runs."""
 
     def __init__(self, thunk: Thunk) -> None:
-        self.parameter, self._thunk = thunk.parameter, thunk
+        self.parameter = thunk.parameter
+        self._thunk = thunk
+        # autograd checks its own saved tensors so; these wait outside of it
         self._versions = [t._version for t in thunk.tensors()]
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -96,7 +97,8 @@ class WeightGradBag:
 
     def __init__(self, *, checked: bool = False, compiled: bool = True, open: bool = True) -> None:
         self._thunks: list[Thunk] = []
-        self._checked, self.open = checked, open
+        self._checked = checked
+        self.open = open
         self.ticket = Ticket(self) if compiled else None
 
     def __len__(self) -> int:
@@ -128,6 +130,7 @@ class WeightGradBag:
         """W: empty the bag, last in first out, so that memory falls with every thunk."""
         with torch.no_grad():
             while self._thunks:
+                # no variable holds it: its tensors are freed before the next one runs
                 self._thunks.pop().run()
 
 
@@ -177,17 +180,16 @@ class StageContext:
         self, *, seed: int, step: int, microbatch: int, bag: WeightGradBag | None = None
     ) -> None:
         """An executor takes over for one microbatch."""
-        self.seed, self.step, self.microbatch, self.bag, self.driven = (
-            seed,
-            step,
-            microbatch,
-            bag,
-            True,
-        )
+        self.seed = seed
+        self.step = step
+        self.microbatch = microbatch
+        self.bag = bag
+        self.driven = True
 
     def release(self) -> None:
         """The executor is done: plain use of the model again."""
-        self.bag, self.driven = None, False
+        self.bag = None
+        self.driven = False
 
     def snapshot(self) -> tuple:
         """All but `drawn`, `whole_sequences` and `listeners`, which stay, for a region that will be run again."""

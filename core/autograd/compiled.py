@@ -25,19 +25,25 @@ class CompiledForward(LinearProxy):
 
     def __init__(self, module: nn.Module, name: str, *, backend: Any, may_break: bool) -> None:
         super().__init__(module)
-        self._name, self._may_break = name, may_break
+        self._name = name
+        self._may_break = may_break
         # the class's function and not a bound method: modules of one class share their graphs
-        forward = type(module).forward if self.replaced is None else self.replaced
+        if self.replaced is None:
+            forward = type(module).forward
+        else:
+            forward = self.replaced
         self._arguments = (module,) if self.replaced is None else ()
         self._compiled = torch.compile(forward, backend=backend, fullgraph=not may_break)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The compiled forward. Raises ValueError: it is not one graph, and has to be."""
-        if not self.module.training:  # validation, generation: other shapes with every token
+        # validation, generation: other shapes with every token
+        if not self.module.training:
             return self.call_replaced(*args, **kwargs)
         try:
             return self._compiled(*self._arguments, *args, **kwargs)
         except RuntimeError as error:
+            # a RuntimeError of the model's own forward stays what it is
             if not isinstance(error, (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError)):
                 raise
             reason = next(
@@ -55,7 +61,8 @@ class CompileHandle:
     """The layers that were compiled; `remove()` gives them their own forward back."""
 
     def __init__(self, names: list[str], forwards: list[CompiledForward]) -> None:
-        self.names, self._forwards = names, forwards
+        self.names = names
+        self._forwards = forwards
 
     def remove(self) -> None:
         """Undo: layers run as they are written."""
@@ -84,6 +91,7 @@ def check_compiler(device: torch.device) -> None:
                 "or training.compile=none"
             )
         return
+    # here, because inductor takes long to import and only a compiled run needs it
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -116,7 +124,10 @@ def compile_layers(
         ) from None
     forwards = []
     for name, layer in layers.items():
-        breaks = type(layer).__module__.startswith("core.") if may_break is None else may_break
+        if may_break is None:
+            breaks = type(layer).__module__.startswith("core.")
+        else:
+            breaks = may_break
         forwards.append(CompiledForward(layer, name, backend=backend, may_break=breaks))
         forwards[-1].install()
         for parameter in layer.parameters():

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 from core.autograd.bag import StageContext
 from core.autograd.gradients import accumulate, delivers, main_grad_of, no_second_derivative
 from core.autograd.products import NO_COMM, Comm
-from core.autograd.recomputation.region import recomputed_region
+from core.autograd.recomputation.two_runs import recomputed_region
 
 
 def _to_local_ids(ids: Tensor, first: int, rows: int) -> Tensor:
@@ -28,24 +28,26 @@ def _add_rows(
 ) -> Tensor | None:
     """Sum dy into the table's rows: into `main_grad` or `.grad` (None is returned), else a new dense gradient."""
     rows = parameter.shape[0]
-    local_ids, gy = local_ids.reshape(-1), gy.reshape(-1, gy.shape[-1])
+    local_ids = local_ids.reshape(-1)
+    gy = gy.reshape(-1, gy.shape[-1])
     target = _sum_so_far(parameter) if past_autograd else None
     if target is None:
         if is_full_table:
             return torch.ops.aten.embedding_dense_backward(gy, local_ids, rows, -1, False)
+        # ids of other ranks are `rows`, the padding index: they add nothing
         return torch.ops.aten.embedding_dense_backward(gy, local_ids, rows + 1, rows, False)[:rows]
     if not is_full_table:
-        gy, local_ids = (
-            gy.masked_fill((local_ids == rows)[:, None], 0),
-            local_ids.clamp_max(rows - 1),
-        )
+        # ids of other ranks add zeros to the last row
+        gy = gy.masked_fill((local_ids == rows)[:, None], 0)
+        local_ids = local_ids.clamp_max(rows - 1)
     target.index_add_(0, local_ids, gy.to(target.dtype))
     return None
 
 
 def _sum_so_far(parameter: Parameter) -> Tensor | None:
     """What rows may be added to in place: a few of them cost less than a dense gradient of the whole table."""
-    main_grad, grad = main_grad_of(parameter), parameter.grad
+    main_grad = main_grad_of(parameter)
+    grad = parameter.grad
     if main_grad is not None or grad is None or grad.layout is not torch.strided:
         return main_grad
     # in 16 bits a row that many tokens share would be rounded once for each of them
@@ -62,8 +64,11 @@ class _EmbeddingThunk:
     def __init__(
         self, parameter: Parameter, local_ids: Tensor, gy: Tensor, is_full_table: bool, comm: Comm
     ) -> None:
-        self.parameter, self._local_ids, self._gy = parameter, local_ids, gy
-        self._is_full_table, self._comm = is_full_table, comm
+        self.parameter = parameter
+        self._local_ids = local_ids
+        self._gy = gy
+        self._is_full_table = is_full_table
+        self._comm = comm
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         return self._local_ids, self._gy
@@ -94,15 +99,20 @@ class _DeferredEmbedding(torch.autograd.Function):
             y = F.embedding(ids, weight)
         else:
             rows = weight.shape[0]
+            # other ranks' ids look up the last row here; what they find is then set to zero
             local_ids = _to_local_ids(ids, first, rows)
             y = F.embedding(local_ids.clamp_max(rows - 1), weight)
             y.masked_fill_((local_ids == rows)[..., None], 0)
         if comm.after_forward is not None:
             y = comm.after_forward(y)
-        if y._is_view():  # autograd lets nobody write into a view that a Function returns
+        # autograd lets nobody write into a view that a Function returns
+        if y._is_view():
             y = y.detach()
         ctx.save_for_backward(local_ids)
-        ctx.weight, ctx.is_full_table, ctx.comm, ctx.bag = weight, is_full_table, comm, stage.bag
+        ctx.weight = weight
+        ctx.is_full_table = is_full_table
+        ctx.comm = comm
+        ctx.bag = stage.bag
         ctx.region = recomputed_region.get()
         return y
 
@@ -139,13 +149,13 @@ def deferred_embedding(
     """ids [...] -> [..., h]: rows of `weight` [n, h]. Unless `is_full_table`, it is the shard [first, first + n)
     of a larger table, and ids outside it give zero rows (to be summed over the ranks by `comm`)."""
     if torch.compiler.is_compiling():
-        return _eagerly(ids, weight, first, is_full_table, stage, comm)
+        return _outside_compiled_graph(ids, weight, first, is_full_table, stage, comm)
     y: Tensor = _DeferredEmbedding.apply(ids, weight, first, is_full_table, stage, comm)
     return y
 
 
 @torch.compiler.disable
-def _eagerly(
+def _outside_compiled_graph(
     ids: Tensor, weight: Parameter, first: int, is_full_table: bool, stage: StageContext, comm: Comm
 ) -> Tensor:
     """A break in the compiled graph: a lookup has nothing to be fused with."""

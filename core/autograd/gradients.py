@@ -41,13 +41,13 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
     # asked for every linear of a step: without a call
     if parameter._post_accumulate_grad_hooks and getattr(parameter, "main_grad", None) is None:
         return False
-    if (
-        region is not None and region.in_backward
-    ):  # the region asks for all gradients, and passes them on
+    # the region asks for all gradients, and passes them on
+    if region is not None and region.in_backward:
         return True
     try:
         return bool(torch._C._will_engine_execute_node(node.next_functions[1][0]))
-    except RuntimeError:  # raised for a leaf that `torch.autograd.grad` asks for
+    except RuntimeError:
+        # raised for a leaf that `torch.autograd.grad` asks for
         return False
 
 
@@ -71,7 +71,8 @@ def accumulate(parameter: Parameter, gradient: Tensor) -> None:
         main_grad.add_(gradient)
     elif parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
-    elif parameter.grad.layout is not torch.strided:  # of a sparse embedding that shares the weight
+    elif parameter.grad.layout is not torch.strided:
+        # of a sparse embedding that shares the weight
         parameter.grad = gradient.to(parameter.dtype) + parameter.grad
     else:
         parameter.grad.add_(gradient)

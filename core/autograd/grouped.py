@@ -24,7 +24,7 @@ from core.autograd.gradients import (
     overwritten,
 )
 from core.autograd.products import add_product
-from core.autograd.recomputation.region import recomputed_region
+from core.autograd.recomputation.two_runs import recomputed_region
 
 
 def multiply_groups(x: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
@@ -32,8 +32,10 @@ def multiply_groups(x: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
     if x.device.type not in ("cpu", "meta") and _has_grouped_product(x.device.type, x.dtype):
         ends = torch.tensor(counts, device=x.device).cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x, matrices, offs=ends)
+    # one tensor that every group's product is written into: nothing is concatenated
     products = x.new_empty(x.shape[0], matrices.shape[2])
-    rows_of, targets = torch.split_with_sizes(x, counts), torch.split_with_sizes(products, counts)
+    rows_of = torch.split_with_sizes(x, counts)
+    targets = torch.split_with_sizes(products, counts)
     for rows, matrix, target in zip(rows_of, matrices.unbind(), targets, strict=True):
         if rows.shape[0]:
             torch.mm(rows, matrix, out=target)
@@ -44,6 +46,7 @@ def multiply_groups(x: Tensor, matrices: Tensor, counts: list[int]) -> Tensor:
 def _has_grouped_product(device_type: str, dtype: torch.dtype) -> bool:
     """Whether the device's grouped product gives the loop's numbers, an empty group included; tried once."""
     generator = torch.Generator().manual_seed(0)
+    # experts without rows are common, so the trial has one
     counts = [16, 0, 32]
     x = torch.randn(48, 32, generator=generator).to(device_type, dtype)
     matrices = torch.randn(3, 64, 32, generator=generator).to(device_type, dtype).transpose(1, 2)
@@ -60,11 +63,13 @@ def _has_grouped_product(device_type: str, dtype: torch.dtype) -> bool:
 
 def _add_products(target: Tensor, x: Tensor, gy: Tensor, counts: list[int]) -> None:
     matrices = target.view(target.shape[0], -1, target.shape[-1])
-    rows_of, gradients_of = torch.split_with_sizes(x, counts), torch.split_with_sizes(gy, counts)
+    rows_of = torch.split_with_sizes(x, counts)
+    gradients_of = torch.split_with_sizes(gy, counts)
     for matrix, rows, gradients in zip(matrices.unbind(), rows_of, gradients_of, strict=True):
         if not rows.shape[0]:
             continue
         if matrix.dtype == rows.dtype:
+            # the product adds itself: no gradient of its own in between
             matrix.addmm_(gradients.t(), rows)
         else:
             add_product(matrix, rows, gradients)
@@ -76,7 +81,10 @@ class GroupedThunk:
     __slots__ = ("_counts", "_gy", "_x", "parameter")
 
     def __init__(self, parameter: Parameter, x: Tensor, gy: Tensor, counts: list[int]) -> None:
-        self.parameter, self._x, self._gy, self._counts = parameter, x, gy, counts
+        self.parameter = parameter
+        self._x = x
+        self._gy = gy
+        self._counts = counts
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """The input and the output gradient."""
@@ -104,30 +112,40 @@ class _GroupedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, counts: list[int], stage: StageContext
     ) -> Tensor:
-        matrices, device_type = weight.flatten(1, -2), x.device.type
+        # gated experts keep gate and up as a dim of their own
+        matrices = weight.flatten(1, -2)
+        device_type = x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
             autocast_dtype = torch.get_autocast_dtype(device_type)
-            x, matrices = x.to(autocast_dtype), matrices.to(autocast_dtype)
-        if ctx.needs_input_grad[1]:  # of a frozen weight the input is not needed
+            x = x.to(autocast_dtype)
+            matrices = matrices.to(autocast_dtype)
+        # of a frozen weight the input is not needed
+        if ctx.needs_input_grad[1]:
             ctx.save_for_backward(x)
-        ctx.weight, ctx.counts, ctx.bag = weight, counts, stage.bag
-        ctx.region, ctx.version = (
-            recomputed_region.get(),
-            weight._version if ctx.needs_input_grad[0] else 0,
-        )
+        ctx.weight = weight
+        ctx.counts = counts
+        ctx.bag = stage.bag
+        ctx.region = recomputed_region.get()
+        # backward reads the weight for dx; a step in between would change it unseen
+        ctx.version = weight._version if ctx.needs_input_grad[0] else 0
         return multiply_groups(x, matrices.transpose(1, 2), counts)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a grouped linear")
-        weight, counts, bag, dx, dw = ctx.weight, ctx.counts, ctx.bag, None, None
+        weight = ctx.weight
+        counts = ctx.counts
+        bag = ctx.bag
+        dx = None
+        dw = None
         if ctx.needs_input_grad[0]:
             if weight._version != ctx.version:
                 raise overwritten(weight, ctx.version)
             dx = multiply_groups(gy, weight.flatten(1, -2).to(gy.dtype), counts)
         if ctx.needs_input_grad[1]:
             (x,) = ctx.saved_tensors
+            # as a plain linear's: into the bag, into `main_grad`, or autograd delivers it
             past_autograd = delivers(ctx, weight, ctx.region)
             if past_autograd and bag is not None and bag.open:
                 bag.put(GroupedThunk(weight, x.detach(), gy, counts))

@@ -19,7 +19,7 @@ from core.autograd.bag import NO_DEFERRAL, StageContext, Ticket, object_of
 from core.autograd.gradients import delivers, has_main_grad, no_second_derivative, overwritten
 from core.autograd.products import NO_COMM, Comm, LinearThunk, matrix_of, product, weight_gradient
 from core.autograd.recomputation.lazy_product import linears_of_region
-from core.autograd.recomputation.region import recomputed_region
+from core.autograd.recomputation.two_runs import recomputed_region
 
 
 def _multiply(x: Tensor, matrix: Tensor, flat_bias: Tensor | None, comm: Comm) -> Tensor:
@@ -51,7 +51,8 @@ class _DeferredLinear(torch.autograd.Function):
         # autocast knows no meta device, and leaves float64 alone
         if not x.is_meta and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
             autocast_dtype = torch.get_autocast_dtype(device_type)
-            x, matrix = x.to(autocast_dtype), matrix.to(autocast_dtype)
+            x = x.to(autocast_dtype)
+            matrix = matrix.to(autocast_dtype)
             if flat_bias is not None:
                 flat_bias = flat_bias.to(autocast_dtype)
         region = linears_of_region.get()
@@ -63,35 +64,41 @@ class _DeferredLinear(torch.autograd.Function):
             y = region.multiply(
                 partial(_multiply, x.detach(), matrix, flat_bias, comm), operands, collective
             )
-        if (
-            y._is_view()
-        ):  # autograd lets nobody write into a view that a Function returns, and `relu_` is common
+        # autograd lets nobody write into a view that a Function returns, and `relu_` is common
+        if y._is_view():
             y = y.detach()
-        if ctx.needs_input_grad[1]:  # of a frozen weight the input is not needed
+        # of a frozen weight the input is not needed
+        if ctx.needs_input_grad[1]:
             ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.comm, ctx.bag = weight, bias, comm, stage.bag
-        ctx.region, ctx.version = (
-            recomputed_region.get(),
-            weight._version if ctx.needs_input_grad[0] else 0,
-        )
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.comm = comm
+        ctx.bag = stage.bag
+        ctx.region = recomputed_region.get()
+        ctx.version = weight._version if ctx.needs_input_grad[0] else 0
         return y
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, comm, bag = ctx.weight, ctx.comm, ctx.bag
+        weight = ctx.weight
+        comm = ctx.comm
+        bag = ctx.bag
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         # without collectives the operations below are differentiable themselves
         if torch.is_grad_enabled() and comm is not NO_COMM:
             raise no_second_derivative("a tensor-parallel linear")
-        sharded_gy, pending_x = gy, None
+        sharded_gy = gy
+        pending_x = None
         if comm.before_backward is not None:
             gy = comm.before_backward(gy)
         pending_dx = dx = dw = db = None
         if wants_dw:
             (x,) = ctx.saved_tensors
             past_autograd = delivers(ctx, weight, ctx.region)
+            # deferred where the parameter's gradient goes past autograd, and its executor runs this very I
             is_deferred = past_autograd and bag is not None and bag.open
             if not is_deferred and comm.restart_before_forward is not None:
+                # x was kept as a shard: it is gathered again beside dx
                 pending_x = comm.restart_before_forward(x)
         if wants_dx:
             if weight._version != ctx.version:
@@ -102,15 +109,17 @@ class _DeferredLinear(torch.autograd.Function):
                 pending_dx = comm.after_backward(dx)
         if wants_dw:
             if is_deferred:
-                bag.put(
-                    LinearThunk(weight, x.detach(), sharded_gy, comm)
-                )  # detached: x itself would keep the graph alive
+                # detached: x itself would keep the graph alive
+                bag.put(LinearThunk(weight, x.detach(), sharded_gy, comm))
             else:
                 if pending_x is not None:
                     x = pending_x.wait()
                 elif comm.before_forward is not None:
                     x = comm.before_forward(x)
-                dw = weight_gradient(weight, x, gy) if past_autograd else product(weight, x, gy)
+                if past_autograd:
+                    dw = weight_gradient(weight, x, gy)
+                else:
+                    dw = product(weight, x, gy)
         if wants_db:
             bias = ctx.bias
             db = gy.reshape(-1, gy.shape[-1]).sum(0)
@@ -165,7 +174,8 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, parameter: Tensor, bag: Te
 @torch.library.custom_op("paracore::defer", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _defer(x: Tensor, gy: Tensor, weight: Tensor, parameter: Tensor, bag: Tensor) -> None:
     """Put a thunk with clones into the bag: the compiler reuses the memory of tensors that it no longer needs."""
-    owner, target_bag = object_of(parameter), object_of(bag)
+    owner = object_of(parameter)
+    target_bag = object_of(bag)
     if owner is None or owner.data_ptr() != weight.data_ptr():
         raise RuntimeError(
             f"a compiled linear lost its parameter of shape {list(weight.shape)}; compile again"
@@ -198,7 +208,9 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 def _backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, parameter, bag = ctx.saved_tensors
-    dx = gy.matmul(matrix_of(weight).to(gy.dtype)) if ctx.needs_input_grad[0] else None
+    dx = None
+    if ctx.needs_input_grad[0]:
+        dx = gy.matmul(matrix_of(weight).to(gy.dtype))
     if ctx.needs_input_grad[1]:
         torch.ops.paracore.defer(x, gy, weight, parameter, bag)
     db = None
@@ -238,7 +250,10 @@ def _compiled_linear(
     bag = stage.bag
     ticket = getattr(weight, "_deferral", None)
     # what the ticket knows is not asked of the tensor: a graph would be bound to the strides of its `main_grad`
-    has_owner = ticket.has_owner if ticket is not None else has_main_grad(weight)
+    if ticket is not None:
+        has_owner = ticket.has_owner
+    else:
+        has_owner = has_main_grad(weight)
     if bag is None and not has_owner:
         flat_bias = None if bias is None else bias.reshape(-1).to(x.dtype)
         return F.linear(x, matrix_of(weight).to(x.dtype), flat_bias)
@@ -280,7 +295,7 @@ def deferred_linear(
             compiled = _compiled_linear(x, weight, bias, stage)
             if compiled is not None:
                 return compiled
-        return _eagerly(x, weight, bias, stage, comm)
+        return _outside_compiled_graph(x, weight, bias, stage, comm)
     # For generated tokens a Function's own overhead counts. Not where the forward has collectives: they would drop
     # the tangents of forward-mode differentiation without a word.
     is_local = comm.before_forward is None and comm.after_forward is None
@@ -294,7 +309,7 @@ def deferred_linear(
 
 
 @torch.compiler.disable
-def _eagerly(
+def _outside_compiled_graph(
     x: Tensor, weight: Parameter, bias: Parameter | None, stage: StageContext, comm: Comm
 ) -> Tensor:
     """A graph break: collectives around the product are not traced."""

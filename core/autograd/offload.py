@@ -30,7 +30,9 @@ class _Stored:
     """
 
     def __init__(self, host: Tensor, device: torch.device) -> None:
-        self.host, self.device, self.uses = host, device, 0
+        self.host = host
+        self.device = device
+        self.uses = 0
         self.returned: Tensor | None = None
         self.arrival: Any = None
 
@@ -54,7 +56,8 @@ class _HostCopies:
 
     def __init__(self) -> None:
         self.stored: WeakSet[_Stored] = WeakSet()
-        self.latest: tuple[_LayerCall, int] | None = None  # and the memory of its result
+        # and the memory of its result
+        self.latest: tuple[_LayerCall, int] | None = None
         self._side_stream: Any = None
 
     def __reduce__(self) -> Any:
@@ -127,7 +130,8 @@ class _OffloadedForward(LinearProxy):
         if no_backward or in_torch_func():
             return self.call_replaced(*args, **kwargs)
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        latest, before = self.copies.latest, None
+        latest = self.copies.latest
+        before = None
         if latest is not None and any(_memory_of(leaf) == latest[1] for leaf in inputs):
             before = latest[0]
         layer_call = _LayerCall(before)
@@ -192,7 +196,9 @@ class OffloadHandle:
     def __init__(
         self, names: list[str], forwards: list[_OffloadedForward], copies: _HostCopies
     ) -> None:
-        self.names, self._forwards, self._copies = names, forwards, copies
+        self.names = names
+        self._forwards = forwards
+        self._copies = copies
 
     @property
     def host_bytes(self) -> int:

@@ -83,7 +83,8 @@ def product(weight: Tensor, x: Tensor, gy: Tensor) -> Tensor:
 
 def add_product(main_grad: Tensor, x: Tensor, gy: Tensor) -> None:
     """main_grad [o..., i] += gy^T x, of gy [..., o] and x [..., i]; in main_grad's dtype where the device can."""
-    x, gy = x.reshape(-1, x.shape[-1]), gy.reshape(-1, gy.shape[-1])
+    x = x.reshape(-1, x.shape[-1])
+    gy = gy.reshape(-1, gy.shape[-1])
     target = matrix_of(main_grad)
     if main_grad.dtype == x.dtype:
         target.addmm_(gy.t(), x)
@@ -99,7 +100,10 @@ class LinearThunk:
     __slots__ = ("_comm", "_gy", "_x", "parameter")
 
     def __init__(self, parameter: Parameter, x: Tensor, gy: Tensor, comm: Comm) -> None:
-        self.parameter, self._x, self._gy, self._comm = parameter, x, gy, comm
+        self.parameter = parameter
+        self._x = x
+        self._gy = gy
+        self._comm = comm
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """The input and the output gradient."""
@@ -107,7 +111,9 @@ class LinearThunk:
 
     def run(self) -> None:
         """Add the product into `main_grad`, or into `.grad`."""
-        x, gy, comm = self._x, self._gy, self._comm
+        x = self._x
+        gy = self._gy
+        comm = self._comm
         if comm.before_forward is not None:
             x = comm.before_forward(x)
         if comm.before_backward is not None:
@@ -115,6 +121,7 @@ class LinearThunk:
         parameter = self.parameter
         target = main_grad_of(parameter)
         if target is None:
+            # no main_grad: straight into .grad, where it can take the product as it is
             target = parameter.grad
             if target is None or target.dtype != x.dtype or target.layout is not torch.strided:
                 accumulate(parameter, product(parameter, x, gy))

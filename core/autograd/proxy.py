@@ -18,7 +18,8 @@ class LinearProxy:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.replaced = module.__dict__.get("forward")  # ours appear as the bound method `call`
+        # ours appear as the bound method `call`
+        self.replaced = module.__dict__.get("forward")
 
     def call_replaced(self, *args: Any, **kwargs: Any) -> Any:
         """The forward without this object."""

@@ -91,6 +91,7 @@ def _reroutable_modules(module: nn.Module) -> dict[str, nn.Module]:
     for outer in modules.values():
         if isinstance(outer, DistributedDataParallel):
             inside_ddp.update(map(id, outer.modules()))
+    # DDP counts gradients as they arrive, and would wait for those that come later
     return {name: inner for name, inner in modules.items() if id(inner) not in inside_ddp}
 
 
@@ -103,7 +104,9 @@ class RerouteHandle:
     def __init__(
         self, names: list[str], proxies: list[_DeferringProxy], stage: StageContext
     ) -> None:
-        self.names, self._standins, self._stage = names, proxies, stage
+        self.names = names
+        self._standins = proxies
+        self._stage = stage
 
     def remove(self) -> None:
         """Undo; another stage that shares a module keeps it."""
@@ -132,9 +135,12 @@ def reroute(module: nn.Module, stage: StageContext) -> RerouteHandle:
             continue
         if isinstance(lowest, _DeferringProxy):
             proxy = lowest
-        elif lowest is not None and lowest.replaced is None:  # under a region
+        elif lowest is not None and lowest.replaced is None:
+            # under a region
             proxy = proxy_class(child)
-            proxy.replaced, lowest.replaced = None, proxy.call
+            proxy.replaced = None
+            lowest.replaced = proxy.call
+        # a forward that somebody has replaced stays theirs
         elif "forward" not in child.__dict__:
             proxy = proxy_class(child)
             proxy.install()

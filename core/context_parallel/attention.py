@@ -20,19 +20,24 @@ class Exchange:
     """How the context ranks of `ps` see each other's keys; at cp 1 there is nothing to exchange."""
 
     def __init__(self, ps: ParallelState) -> None:
-        self._ps, self.rows = ps, ContextRows.of_state(ps)
+        self._ps = ps
+        self.rows = ContextRows.of_state(ps)
         self.heads: Group | None = ps.group("ulysses")
+        # Megatron's names of the ways: p2p is the ring, a2a Ulysses, a2a+p2p both, all_gather what is left
         self._travels = self.rows.ring > 1 and ps.config.cp_comm_type in ("p2p", "a2a+p2p")
         self._group = ps.group("cp") if self.rows.ring > 1 else None
 
     @cached_property
     def _ring(self) -> ring.Ring:
-        members, u = self._ps.grid.members(self._ps.rank, "cp"), self.rows.ulysses
+        members = self._ps.grid.members(self._ps.rank, "cp")
+        u = self.rows.ulysses
+        # every u-th rank: neighbours in the context group exchange heads, so that these hold other rows
         return ring.Ring(self._ps, members[self.rows.rank % u :: u])
 
     def of_rows(self, q: Tensor, documents: Documents | None, scale: float) -> RowsOfRing:
         """q [b, a/u, n, d] once heads are exchanged."""
-        rows, make = self.rows, RowsOfRing if documents is not None else known_rows
+        rows = self.rows
+        make = RowsOfRing if documents is not None else known_rows
         return make(rows.ring, rows.ring_rank, q.shape[2] * rows.ring, documents, scale)
 
     def forward(self, rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,15 +66,21 @@ class _ContextAttention(torch.autograd.Function):
         documents: Documents | None,
         scale: float,
     ) -> Tensor:
-        ctx.exchange, ctx.documents, ctx.scale = exchange, documents, scale
+        ctx.exchange = exchange
+        ctx.documents = documents
+        ctx.scale = scale
 
         def attend() -> tuple[Tensor, ...]:
+            # Ulysses first: after it this rank has some heads of more rows, and rings or gathers only with its
+            # likes
             if exchange.heads is None:
                 return exchange.forward(exchange.of_rows(q, documents, scale), q, k, v)
-            here = to_heads((q, k, v), exchange.heads)
-            out, logsumexp = exchange.forward(exchange.of_rows(here[0], documents, scale), *here)
+            exchanged = to_heads((q, k, v), exchange.heads)
+            out, logsumexp = exchange.forward(
+                exchange.of_rows(exchanged[0], documents, scale), *exchanged
+            )
             (back,) = from_heads((out,), exchange.heads)
-            return back, logsumexp, *here, out
+            return back, logsumexp, *exchanged, out
 
         # where the output is noted, a second run exchanges nothing: heads are exchanged in backward instead
         ctx.by_heads = exchange.heads is not None and not notes_activations()
@@ -85,8 +96,10 @@ class _ContextAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise no_second_derivative("attention over context ranks")
-        exchange, (*kept, logsumexp) = ctx.exchange, ctx.saved_tensors
+        exchange = ctx.exchange
+        *kept, logsumexp = ctx.saved_tensors
         heads = exchange.heads
+        # what is saved has the layout of heads, or that of rows; the gradient is brought to the same
         if ctx.by_heads:
             (grad,) = to_heads((grad,), heads)
         elif heads is not None:

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 Rows = npt.NDArray[np.int64]
 
-STRIP = 256  # queries of a piece with a mask: the mask is at most [STRIP, keys of one rank]
+# queries of a piece with a mask: the mask is at most [STRIP, keys of one rank]
+STRIP = 256
 
 
 class AttentionBlock(NamedTuple):
@@ -41,13 +42,14 @@ def blocks(size: int, rank: int, count: int) -> tuple[AttentionBlock, ...]:
     Of an earlier rank all queries see its low chunk and none its high one; of a later rank only the high queries see
     keys, and these all of them. So every block but the own one is one dense call, of equal work.
     """
-    whole, half = range(count), count // 2
-    found = [AttentionBlock(rank, whole, whole, True)]
+    whole = range(count)
+    half = count // 2
+    result = [AttentionBlock(rank, whole, whole, True)]
     for distance in range(1, size):
         source = (rank - distance) % size
         queries, keys = (whole, range(half)) if source < rank else (range(half, count), whole)
-        found.append(AttentionBlock(source, queries, keys, False))
-    return tuple(found)
+        result.append(AttentionBlock(source, queries, keys, False))
+    return tuple(result)
 
 
 def pieces(
@@ -58,7 +60,8 @@ def pieces(
     query_rows, key_rows: of this rank and of the block's source. first, last: of each query the lowest and the
     highest begin over the microbatch's sequences. All ascending.
     """
-    queries, keys = block.queries, block.keys
+    queries = block.queries
+    keys = block.keys
     rows_of_keys = key_rows[keys.start : keys.stop]
     for start in range(queries.start, queries.stop, STRIP):
         stop = min(start + STRIP, queries.stop)
@@ -79,7 +82,8 @@ def pieces(
 @lru_cache(maxsize=256)
 def whole(block: AttentionBlock) -> tuple[Piece, ...]:
     """A block as one kernel call: no document begins among its keys."""
-    queries, keys = block.queries, block.keys
+    queries = block.queries
+    keys = block.keys
     return (
         Piece(
             slice(queries.start, queries.stop), slice(keys.start, keys.stop), block.causal, False

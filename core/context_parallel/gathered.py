@@ -16,7 +16,8 @@ def forward(
         attended.add(rows.own, k, v)
         return attended.result()
     pending = start_all_gather(torch.stack((k, v))[None], group)
-    attended.add(rows.own, k, v)  # beside the gathering, where the backend works by itself
+    # beside the gathering, where the backend works by itself
+    attended.add(rows.own, k, v)
     of_ranks = pending.wait()  # [cp, 2, b, g, n, d]
     for block in rows.others:
         attended.add(block, of_ranks[block.source, 0], of_ranks[block.source, 1])
@@ -41,12 +42,15 @@ def backward(
     pending = start_all_gather(torch.stack((k, v))[None], group)
     own = gradients.add(rows.own, k, v)
     of_ranks = pending.wait()
+    # as large as what was gathered; the zeros are keys that no query of this rank sees
     sums = torch.zeros_like(of_ranks)
     sums[rows.rank, 0], sums[rows.rank, 1] = own
     for block in rows.others:
-        of_source, keys = of_ranks[block.source], slice(block.keys.start, block.keys.stop)
+        of_source = of_ranks[block.source]
+        keys = slice(block.keys.start, block.keys.stop)
         dk, dv = gradients.add(block, of_source[0], of_source[1])
         sums[block.source, 0, :, :, keys], sums[block.source, 1, :, :, keys] = dk, dv
+    # before the reduce-scatter takes memory of its own
     del of_ranks
     of_own = reduce_scatter(sums, group)[0]
     return gradients.of_queries(), of_own[0], of_own[1]

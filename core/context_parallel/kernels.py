@@ -44,9 +44,8 @@ def plain_forward(
     """See `attend`; the scores exist in full."""
     scores = _scores(q, k, causal, bias, scale)
     logsumexp = scores.logsumexp(-1)
-    lowest = logsumexp.masked_fill(
-        logsumexp == -torch.inf, 0
-    )  # a row without any key: exp(-inf - 0) = 0
+    # a row without any key: exp(-inf - 0) = 0
+    lowest = logsumexp.masked_fill(logsumexp == -torch.inf, 0)
     out = (scores - lowest[..., None]).exp() @ v.to(scores.dtype)[:, :, None]
     return out.reshape(q.shape).to(q.dtype), logsumexp.reshape(q.shape[:3])
 
@@ -64,11 +63,14 @@ def plain_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, as `attend_backward`; the scores exist in full."""
     scores = _scores(q, k, causal, bias, scale)
-    shape, compute = (*scores.shape[:4], q.shape[3]), scores.dtype
+    shape = (*scores.shape[:4], q.shape[3])
+    compute = scores.dtype
     probabilities = (scores - logsumexp.reshape(scores.shape[:4])[..., None]).exp()
-    grad, out = grad.to(compute).reshape(shape), out.to(compute).reshape(shape)
+    grad = grad.to(compute).reshape(shape)
+    out = out.to(compute).reshape(shape)
     dv = (probabilities.mT @ grad).sum(2)
     dp = grad @ v.to(compute)[:, :, None].mT
+    # FlashAttention's form of softmax's backward: grad . out is the row's sum of p dp, over all blocks
     ds = probabilities * (dp - (grad * out).sum(-1, keepdim=True)) * scale
     dq = (ds @ k.to(compute)[:, :, None]).reshape(q.shape)
     dk = (ds.mT @ q.to(compute).reshape(shape)).sum(2)
@@ -109,8 +111,8 @@ def _cpu_backward(
 def _flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    found = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
-    return found[0], found[1]
+    result = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return result[0], result[1]
 
 
 def _flash_backward(
@@ -141,7 +143,8 @@ def _efficient_forward(
     out, logsumexp, *_ = _aten._scaled_dot_product_efficient_attention(
         q, k, v, _aligned(bias, q, k), True, 0.0, causal, scale=scale
     )
-    return out, logsumexp[:, :, : q.shape[2]]  # it is filled up to 32 rows
+    # it is filled up to 32 rows
+    return out, logsumexp[:, :, : q.shape[2]]
 
 
 def _efficient_backward(
@@ -156,11 +159,13 @@ def _efficient_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     b, g, t, d = k.shape
+    # the kernel reads logsumexp in tiles of 32 rows; e^(score - inf) = 0 leaves the filled ones out
     rows = -q.shape[2] % 32
     logsumexp = torch.nn.functional.pad(logsumexp, (0, rows), value=torch.inf)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)
     k, v = _repeated(k, q), _repeated(v, q)
-    mask, wanted = _aligned(bias, q, k), [True, True, True, False]
+    mask = _aligned(bias, q, k)
+    wanted = [True, True, True, False]
     dq, dk, dv, _ = _aten._scaled_dot_product_efficient_attention_backward(
         grad, q, k, v, mask, out, logsumexp, unused, unused, 0.0, wanted, causal, scale=scale
     )
@@ -178,7 +183,8 @@ def _aligned(bias: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
     """The bias in memory as this kernel wants it: rows that start at multiples of 16 elements."""
     if bias is None:
         return None
-    b, t = q.shape[0], k.shape[2]
+    b = q.shape[0]
+    t = k.shape[2]
     padded = torch.nn.functional.pad(bias, (0, -t % 16))[..., :t]
     return padded.expand(b, q.shape[1], -1, -1)
 
@@ -197,6 +203,7 @@ def kernel_of(
     """The first fused kernel that runs here and agrees with the plain twin; else the twin."""
     if device.type == "meta":
         return PLAIN
+    # of its own: a try draws none of the user's random numbers
     generator = torch.Generator().manual_seed(0)
 
     def random(heads: int) -> Tensor:
@@ -205,28 +212,28 @@ def kernel_of(
         )
         return drawn.to(device, dtype)
 
-    q, k, v, grad = random(4), random(2 if groups else 4), random(2 if groups else 4), random(4)
-    bias = torch.zeros(1, 1, 32, 32, dtype=dtype, device=device) if biased else None
-    if bias is not None:
+    q = random(4)
+    k = random(2 if groups else 4)
+    v = random(2 if groups else 4)
+    grad = random(4)
+    bias = None
+    if biased:
+        bias = torch.zeros(1, 1, 32, 32, dtype=dtype, device=device)
         bias[..., 16:] = -torch.inf
     expected = _both(PLAIN, q, k, v, grad, bias)
+    # kernels sum in another order; 16-bit ones round their output as well
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.05)
     for kernel in _FUSED:
+        # its signature has no bias
         if biased and kernel[0] is _flash_forward:
             continue
         try:
-            found = _both(kernel, q, k, v, grad, bias)
-        except (
-            RuntimeError,
-            NotImplementedError,
-            TypeError,
-            AttributeError,
-        ):  # not on this device, or renamed
+            computed = _both(kernel, q, k, v, grad, bias)
+        except (RuntimeError, NotImplementedError, TypeError, AttributeError):
+            # not on this device, or renamed
             continue
-        if all(
-            (a - b).abs().max() <= tolerance * (1 + b.abs().max())
-            for a, b in zip(found, expected, strict=True)
-        ):
+        pairs = zip(computed, expected, strict=True)
+        if all((a - b).abs().max() <= tolerance * (1 + b.abs().max()) for a, b in pairs):
             return kernel
     return PLAIN
 
@@ -235,7 +242,8 @@ def _both(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, bias: Tensor | None
 ) -> list[Tensor]:
     forward, backward = kernel
-    scale, causal = q.shape[3] ** -0.5, bias is None
+    scale = q.shape[3] ** -0.5
+    causal = bias is None
     with torch.no_grad():
         out, logsumexp = forward(q, k, v, causal, bias, scale)
         gradients = backward(grad, q, k, v, out, logsumexp, causal, bias, scale)
@@ -265,9 +273,8 @@ def attend(
         q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None
     )
     out, logsumexp = forward(q, k, v, causal, bias, scale)
-    if (
-        bias is not None
-    ):  # fused kernels tell 0 of a row without keys, which would weigh as much as a key
+    # fused kernels tell 0 of a row without keys, which would weigh as much as a key
+    if bias is not None:
         logsumexp = logsumexp.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
     return out, logsumexp
 
@@ -288,7 +295,9 @@ def attend_backward(
 
     out, logsumexp: of the whole rows, merged over all blocks of keys (arXiv 2310.01889).
     """
-    grad, out, logsumexp = grad.contiguous(), out.contiguous(), logsumexp.contiguous()
+    grad = grad.contiguous()
+    out = out.contiguous()
+    logsumexp = logsumexp.contiguous()
     _, backward = kernel_of(
         q.device, q.dtype, q.shape[3], q.shape[1] != k.shape[1], bias is not None
     )

@@ -16,7 +16,8 @@ class Ring:
 
     def __init__(self, ps: ParallelState, ranks: tuple[int, ...]) -> None:
         position = ranks.index(ps.rank)
-        after, before = ranks[(position + 1) % len(ranks)], ranks[position - 1]
+        after = ranks[(position + 1) % len(ranks)]
+        before = ranks[position - 1]
         links = ps.connect([(ps.rank, after), (before, ps.rank)])
         self.to: Group = links[ps.rank, after]
         self.source: Group = links[before, ps.rank]
@@ -26,7 +27,8 @@ class Passed:
     """A block on its way to the next rank of the ring, x [contiguous], and the one before's on its way here."""
 
     def __init__(self, x: Tensor, ring: Ring) -> None:
-        to, source = ring.to, ring.source
+        to = ring.to
+        source = ring.source
         self._sent = isend(x, 1 - to.rank, to, header=False)
         self._received = irecv(
             tuple(x.shape), x.dtype, 1 - source.rank, source, device=x.device, header=False
@@ -41,13 +43,15 @@ class Passed:
 
 def forward(rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Output and logsumexp. cp - 1 messages of k and v each way."""
-    attended, held = Attended(rows, q), torch.stack((k, v))
+    attended = Attended(rows, q)
+    held = torch.stack((k, v))
     passed = Passed(held, ring)
     attended.add(rows.own, k, v)
     for block in rows.others:
         held = passed.wait()
         if block is not rows.others[-1]:
             passed = Passed(held, ring)
+        # while the next one is on its way
         attended.add(block, held[0], held[1])
     return attended.result()
 
@@ -64,7 +68,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v. k and v travel again; what others add to their gradients follows a step behind and comes
     home at the end, where the own part is."""
-    gradients, held = Gradients(rows, grad, q, out, logsumexp), torch.stack((k, v))
+    gradients = Gradients(rows, grad, q, out, logsumexp)
+    held = torch.stack((k, v))
     passed = Passed(held, ring)
     own_k, own_v = gradients.add(rows.own, k, v)
     travelling: Passed | None = None
@@ -73,7 +78,10 @@ def backward(
         if block is not rows.others[-1]:
             passed = Passed(held, ring)
         dk, dv = gradients.add(block, held[0], held[1])
-        sums = travelling.wait() if travelling is not None else torch.zeros_like(held)
+        if travelling is not None:
+            sums = travelling.wait()
+        else:
+            sums = torch.zeros_like(held)
         keys = slice(block.keys.start, block.keys.stop)
         sums[0][:, :, keys] += dk
         sums[1][:, :, keys] += dv

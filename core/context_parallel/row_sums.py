@@ -47,8 +47,11 @@ class RowSums:
     """Follows the outputs of a model's forwards 1, 2, 4, 8 ... with gradients; tells once."""
 
     def __init__(self, group: Group | None, replicas: int = 1) -> None:
-        self.group, self.told = group, False  # None: one rank has all rows
-        self.replicas = replicas  # data ranks, over which gradients are averaged together with cp
+        # None: one rank has all rows
+        self.group = group
+        self.told = False
+        # data ranks, over which gradients are averaged together with cp
+        self.replicas = replicas
         self._forwards = 0
         self._latest: weakref.ref[_Sums] | None = None
 
@@ -89,10 +92,13 @@ class _Sums(Follower):
 
     def __init__(self, owner: RowSums, output: Tensor) -> None:
         super().__init__()
-        self._owner, self._count, self._compared = owner, 0, False
+        self._owner = owner
+        self._count = 0
+        self._compared = False
         # norm and mean of the sums' gradients; what all rows together weigh in the loss, if sums alone say so
         self._numbers = torch.zeros(3, dtype=torch.float64, device=output.device)
-        self._is_loss = output.dim() == 2  # [b, s/cp]: else the rows' losses are the program's
+        # [b, s/cp]: else the rows' losses are the program's
+        self._is_loss = output.dim() == 2
         self._totals: list[Total] = []
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
@@ -108,7 +114,8 @@ class _Sums(Follower):
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
-        if name.endswith("_like") or name.startswith("new_"):  # other values
+        # other values
+        if name.endswith("_like") or name.startswith("new_"):
             return
         if any(x.partial == TOTAL for x in inputs):
             self._follow_total(name, inputs, args, kwargs, result)
@@ -120,10 +127,11 @@ class _Sums(Follower):
             outcome: Finding | Followed | str | float | None = _selected(name, args, result)
             outcome = (
                 outcome
-                or _lost(name, args, kwargs, result)
+                or _follow_loss(name, args, kwargs, result)
                 or outcome_of(func, name, args, kwargs, result)
             )
-        except Exception:  # who looks on must not end a right program: a call of a form unknown here is not followed
+        except Exception:
+            # who looks on must not end a right program: a call of a form unknown here is not followed
             return
         if outcome in _LARGEST:
             outcome = Finding("reduction", name, tuple(inputs[0].shape))
@@ -184,7 +192,9 @@ class _Sums(Follower):
         """Where a gradient comes back through it: nothing is said of what is only looked at."""
         if finding.kind not in ("reduction", "cut"):
             return
-        does = "takes rows by number" if finding.kind == "cut" else "works across rows"
+        does = "works across rows"
+        if finding.kind == "cut":
+            does = "takes rows by number"
         what = f"{finding.name} of {list(finding.shape)} {does}, which are this context rank's, not all of a sequence"
         if finding.name == "setitem":
             self._owner.tell(what)
@@ -246,15 +256,17 @@ class _Sums(Follower):
             for rank in range(group.size)
             if gathered[rank].isfinite().all() and gathered[rank].any()
         ]
-        if (
-            not used
-        ):  # e.g. a rank whose rows are all masked adds nothing, whatever it is divided by
+        # e.g. a rank whose rows are all masked adds nothing, whatever it is divided by
+        if not used:
             return
         sizes = gathered[used, 0]
-        tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2
+        tolerance = 1e-2
+        if gradient.dtype in (torch.float32, torch.float64):
+            tolerance = 1e-6
         off = (gathered[used] - gathered[used[0]]).abs().amax(1)
         if off.max() > tolerance * sizes.max():
-            first, other = group.ranks[used[0]], group.ranks[used[int(off.argmax())]]
+            first = group.ranks[used[0]]
+            other = group.ranks[used[int(off.argmax())]]
             one, two = (f"{float(sizes[place]):.6g}" for place in (0, int(off.argmax())))
             self._owner.tell(
                 "what is summed over this context rank's own rows counts otherwise than the same sum of another: its "
@@ -295,7 +307,8 @@ def _selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
         if not split_axes.is_split(x.axes, range(len(index))):
             return None
         of_each = torch.arange(len(x), device=index[0].device)
-        if len(index) > 1 and torch.equal(index[0], of_each):  # `hidden[arange(b), last]`
+        # `hidden[arange(b), last]`
+        if len(index) > 1 and torch.equal(index[0], of_each):
             return Finding("cut", name, tuple(x.shape))
         return [(result, (*_own_rows(result), *x.axes[len(index) :]))]
     if isinstance(index, tuple):  # `hidden[:, last]`
@@ -321,7 +334,9 @@ def _own_rows(result: Tensor) -> Axes:
     return (((result.shape[0], True),),)
 
 
-def _lost(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Followed | float | None:
+def _follow_loss(
+    name: str, args: tuple, kwargs: dict[str, Any], result: Any
+) -> Followed | float | None:
     """A loss of torch's: by what it divided, or its elements' axes."""
     if name not in _BY_CLASS and name not in _BY_ELEMENT:
         return None

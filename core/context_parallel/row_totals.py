@@ -58,7 +58,8 @@ def summed_rows(name: str, args: tuple, kwargs: dict[str, Any]) -> float:
         return rows / x.shape[0] if reduction == "batchmean" else rows
     if target.is_floating_point():
         return float(target.numel())
-    return float((target != kwargs.get("ignore_index", -100)).sum())  # labels that are not left out
+    # labels that are not left out
+    return float((target != kwargs.get("ignore_index", -100)).sum())
 
 
 def told_of_totals(weights: Tensor, size: int) -> str:

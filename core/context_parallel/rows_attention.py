@@ -28,7 +28,10 @@ class RowsOfRing:
     def __init__(
         self, size: int, rank: int, s: int, documents: Documents | None, scale: float
     ) -> None:
-        self.size, self.rank, self.s, self.scale = size, rank, s, scale
+        self.size = size
+        self.rank = rank
+        self.s = s
+        self.scale = scale
         self.documents = documents
         self.own, *self.others = blocks(size, rank, s // size)
 
@@ -40,11 +43,11 @@ class RowsOfRing:
         if self.documents is None:
             return whole(block)
         first, last = self.documents.bounds.numpy()
-        query_rows, key_rows = self._rows(self.rank), self._rows(block.source)
+        query_rows = self._rows(self.rank)
+        key_rows = self._rows(block.source)
         lowest_key = key_rows[block.keys.start]
-        if (
-            last[block.queries.stop - 1] <= lowest_key
-        ):  # ascending: no query begins after the first key
+        # ascending: no query begins after the first key
+        if last[block.queries.stop - 1] <= lowest_key:
             return whole(block)
         return list(pieces(block, query_rows, key_rows, first, last))
 
@@ -57,6 +60,7 @@ class RowsOfRing:
         queries = torch.from_numpy(self._rows(self.rank)[piece.queries]).to(
             q.device, non_blocking=True
         )
+        # a key is hidden before the query's document and after the query
         begin = self.documents.begin[:, piece.queries, None]
         hidden = (keys < begin) | (keys > queries[:, None])
         return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(
@@ -74,23 +78,29 @@ class Attended:
     """Output and logsumexp of the queries q [b, a, n, d], as blocks of keys arrive, the own ones first."""
 
     def __init__(self, rows: RowsOfRing, q: Tensor) -> None:
-        self._rows, self._q = rows, q
-        self._dtype = wide(q.dtype) if rows.others else q.dtype  # of what blocks are merged into
+        self._rows = rows
+        self._q = q
+        # of what blocks are merged into
+        self._dtype = wide(q.dtype) if rows.others else q.dtype
         self._out: Tensor
         self._logsumexp: Tensor
 
     def add(self, block: AttentionBlock, k: Tensor, v: Tensor) -> None:
         """k, v [b, g, n, d]: all rows of the block's source."""
-        rows, q = self._rows, self._q
+        rows = self._rows
+        q = self._q
         for piece in rows.pieces(block):
-            queries, keys = piece.queries, piece.keys
+            queries = piece.queries
+            keys = piece.keys
             bias = rows.bias(block, piece, q) if piece.masked else None
             part = q[:, :, queries], k[:, :, keys], v[:, :, keys]
             out, logsumexp = attend(*part, causal=piece.causal, bias=bias, scale=rows.scale)
             if block is not rows.own:
+                # a softmax over more keys, from two over fewer: weighted by their logsumexp
                 merge(self._out[:, :, queries], self._logsumexp[:, :, queries], out, logsumexp)
             elif out.shape == q.shape:  # all rows at once
-                self._out, self._logsumexp = out.to(self._dtype), logsumexp
+                self._out = out.to(self._dtype)
+                self._logsumexp = logsumexp
             else:
                 if queries.start == 0:
                     self._out = torch.empty_like(q, dtype=self._dtype)
@@ -108,29 +118,35 @@ class Gradients:
     def __init__(
         self, rows: RowsOfRing, grad: Tensor, q: Tensor, out: Tensor, logsumexp: Tensor
     ) -> None:
-        self._rows, self._grad, self._q, self._out, self._logsumexp = rows, grad, q, out, logsumexp
+        self._rows = rows
+        self._grad = grad
+        self._q = q
+        self._out = out
+        self._logsumexp = logsumexp
         self._dtype = wide(q.dtype) if rows.others else q.dtype
         self._dq: Tensor | None = None
 
     def add(self, block: AttentionBlock, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """-> gradients of the block's keys and values, [b, g, keys of the block, d]; k, v: all rows of its source."""
-        rows, own = self._rows, block is self._rows.own
-        found = rows.pieces(block)
+        rows = self._rows
+        is_own = block is self._rows.own
+        pieces = rows.pieces(block)
         sums: tuple[Tensor, Tensor] | None = None
-        if len(found) != 1 or len(range(*found[0].keys.indices(k.shape[2]))) != len(block.keys):
+        if len(pieces) != 1 or len(range(*pieces[0].keys.indices(k.shape[2]))) != len(block.keys):
             # strips of one block add to the same keys: in float32 at least
             shape = (*k.shape[:2], len(block.keys), k.shape[3])
             sums = k.new_zeros(shape, dtype=wide(k.dtype)), v.new_zeros(shape, dtype=wide(v.dtype))
         dk = dv = k.new_zeros(())
-        for piece in found:
-            queries, keys = piece.queries, piece.keys
+        for piece in pieces:
+            queries = piece.queries
+            keys = piece.keys
             bias = rows.bias(block, piece, self._q) if piece.masked else None
             part = self._grad[:, :, queries], self._q[:, :, queries], k[:, :, keys], v[:, :, keys]
             merged = self._out[:, :, queries], self._logsumexp[:, :, queries]
             dq, dk, dv = attend_backward(
                 *part, *merged, causal=piece.causal, bias=bias, scale=rows.scale
             )
-            self._add_queries(queries, dq, own=own)
+            self._add_queries(queries, dq, is_own=is_own)
             if sums is not None:
                 target = slice(keys.start - block.keys.start, keys.stop - block.keys.start)
                 sums[0][:, :, target] += dk
@@ -139,14 +155,14 @@ class Gradients:
             return (dk, dv)
         return (sums[0].to(k.dtype), sums[1].to(v.dtype))
 
-    def _add_queries(self, queries: slice, dq: Tensor, *, own: bool) -> None:
+    def _add_queries(self, queries: slice, dq: Tensor, *, is_own: bool) -> None:
         q = self._q
-        if own and dq.shape == q.shape:
+        if is_own and dq.shape == q.shape:
             self._dq = dq.to(self._dtype)
             return
         if self._dq is None:
             self._dq = torch.empty_like(q, dtype=self._dtype)
-        if own:
+        if is_own:
             self._dq[:, :, queries] = dq
         else:
             self._dq[:, :, queries] += dq

@@ -20,10 +20,10 @@ from core.parallel_state.environment import HostCopy, reading_waits
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
-READ_EVERY = (
-    64  # steps between two looks at an accelerator's flags, which are copied to the host meanwhile
-)
-BITS = 48  # flags per float64, which holds integers of up to 53 bits exactly
+# steps between two looks at an accelerator's flags, which are copied to the host meanwhile
+READ_EVERY = 64
+# flags per float64, which holds integers of up to 53 bits exactly
+BITS = 48
 _MODULUS = 1 << 31
 # whose numbers must be the same: of options, changes of p.grad, dense weights, experts' weights, what is asked for
 _HOLDERS = ("tp-dp-cp", "dp-cp", "dp-cp", "edp", None)
@@ -44,21 +44,25 @@ class Agreement:
     """
 
     def __init__(self, ps: ParallelState, buffers: Sequence[Buffer], num_parameters: int) -> None:
-        self._ps, self._buffers = ps, buffers
+        self._ps = ps
+        self._buffers = buffers
         self.num_words = -(-num_parameters // BITS)
         world_size = ps.grid.config.world_size
         first_of = torch.zeros(len(_HOLDERS), world_size, dtype=torch.int64)
         for number, axes in enumerate(_HOLDERS):
             for ranks in ps.grid.all_groups(axes) if axes else ():
                 first_of[number, list(ranks)] = ranks[0]
-        self._first = first_of.to(ps.device)  # with whom each rank is compared
+        # with whom each rank is compared
+        self._first = first_of.to(ps.device)
         self._differed = torch.zeros_like(self._first, dtype=torch.bool)
-        self._flag: HostCopy | None = None  # of an accelerator, under way
+        # of an accelerator, under way
+        self._flag: HostCopy | None = None
         self._no_numbers = torch.zeros(3, dtype=torch.float64, device=ps.device)
         # Ranks of other stages do not come to a read of `p.grad`; without stages all do.
         group = ps.world if ps.size("pp") == 1 else ps.group("dp-cp")
         self._group: Group | None = group if ps.size("dp-cp") > 1 else None
-        self.in_optimizer = False  # of torch's, which has met already: what it reads it reads alike
+        # of torch's, which has met already: what it reads it reads alike
+        self.in_optimizer = False
         self.meetings = 0  # of all ranks: steps, and reads
 
     # what is compared
@@ -107,9 +111,8 @@ class Agreement:
         else:
             first = torch.zeros_like(self._first[:, : len(rows)])
         differs = numbers != numbers.gather(1, first)
-        if reading_waits(
-            self._ps.device
-        ):  # who has not written says nothing: nobody can ask again there
+        # who has not written says nothing: nobody can ask again there
+        if reading_waits(self._ps.device):
             differs[_WEIGHTS] &= (numbers[_WEIGHTS] != 0) & (
                 numbers.gather(1, first)[_WEIGHTS] != 0
             )
@@ -118,13 +121,15 @@ class Agreement:
             differs = self._differed
         else:
             if bool(differs[_WEIGHTS].any()) and not bool(differs[-1].any()):
-                differs[_WEIGHTS] = self._compare_weights(
-                    first
-                )  # what one rank wrote may be what was there
+                # what one rank wrote may be what was there
+                differs[_WEIGHTS] = self._compare_weights(first)
             if not bool(differs.any()):
                 return
         # who does something else at all is told first
-        which = len(_HOLDERS) - 1 if bool(differs[-1].any()) else int(differs.any(1).nonzero()[0])
+        if bool(differs[-1].any()):
+            which = len(_HOLDERS) - 1
+        else:
+            which = int(differs.any(1).nonzero()[0])
         rank = int(differs[which].nonzero()[0])
         ranks = range(len(rows)) if first is self._first else self._group.ranks  # type: ignore[union-attr]
         text = _MESSAGES[which].format(
@@ -134,7 +139,10 @@ class Agreement:
 
     def _compare_weights(self, first: Tensor) -> Tensor:
         """Look at all weights: which ranks' differ, [2, ranks]."""
-        group = self._ps.world if first.shape[1] == self._first.shape[1] else self._group
+        if first.shape[1] == self._first.shape[1]:
+            group = self._ps.world
+        else:
+            group = self._group
         numbers = all_gather(self.weights(look=True), group).view(-1, 2).t()
         return numbers != numbers.gather(1, first[_WEIGHTS])
 
@@ -145,7 +153,8 @@ class Agreement:
         self._differed |= differs
         if step % READ_EVERY:
             return False
-        before, self._flag = self._flag, HostCopy(self._differed.any())
+        before = self._flag
+        self._flag = HostCopy(self._differed.any())
         return before is not None and bool(before.read())
 
     # before a read of p.grad, or a step of torch's optimizer
@@ -177,7 +186,8 @@ class Agreement:
         if look:
             row[-3:-1] = self.weights(look=True)
             if self._group is not self._ps.world:
-                row[-2] = 0.0  # experts: other ranks of the group hold others
+                # experts: other ranks of the group hold others
+                row[-2] = 0.0
         rows = list(all_gather(row, self._group).view(-1, row.numel()))
         self.compare(rows, step, asked_for)
         return [other[1 : 1 + self.num_words] for other in rows]
@@ -190,7 +200,8 @@ class Agreement:
         experts and of sharded classes (DTensor) differ by design. One all-gather of one number each.
         Raises ValueError, on every rank, before anything is updated.
         """
-        group = self._ps.group("dp-cp")  # tensor ranks and stages may hold different parts
+        # tensor ranks and stages may hold different parts
+        group = self._ps.group("dp-cp")
         assert group is not None, "nobody watches updates where there are no replicas"
         checksums = torch.stack(
             [_checksum_of_gradient(parameter, self._ps.device) for parameter in parameters]

@@ -3,33 +3,36 @@
 An all-reduce is a reduce-scatter and an all-gather; ZeRO (arXiv 1910.02054) updates between the two.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.autograd.gradients import has_main_grad
 from core.autograd.protocols import GradSync
 from core.data_parallel.agreement import Agreement
+from core.data_parallel.buffers.assembly import (
+    buffers_of_stages,
+    make_buffers,
+    make_slots,
+    overlap_pays,
+    units_of_stages,
+)
 from core.data_parallel.buffers.buffer_copies import BufferCopies
-from core.data_parallel.buffers.buffers import Buffer, partial_views, sum_views
-from core.data_parallel.buffers.gradient import ParameterSlot, make_slots, set_units
+from core.data_parallel.buffers.buffers import partial_views, sum_views
+from core.data_parallel.buffers.gradient import ParameterSlot
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.meta import Init, allocate_from_meta, fill_all
-from core.data_parallel.buffers.units import StageUnits, make_units, needs_units
 from core.data_parallel.grad_sync import GradientSums
+from core.data_parallel.refusals import refuse_owned, refuse_unknown, refuse_unused
 from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.watch import UpdateWatch
 from core.data_parallel.weights.kept import KeptMemory
-from core.data_parallel.weights.start import check_parts, new_parameters, same_on_all
-from core.data_parallel.weights.table import Members, Units, entries_of, stages_of
+from core.data_parallel.weights.start import check_parts, new_parameters
+from core.data_parallel.weights.table import Members, Units, stages_of
 from core.parallel_state.by_hand import make_plain
-from core.parallel_state.collectives import all_gather_objects
-from core.parallel_state.flat import Bucket, bucket_table
 from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
 
@@ -86,49 +89,41 @@ class DataParallel(GradSync):
     ) -> None:
         if zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage={zero_stage} is unknown; use 0, 1, 2 or 3")
-        self.module, self.ps, self.zero_stage = module, ps, zero_stage
-        self.backward_passes, self.require_gradients = backward_passes, require_gradients
+        self.module = module
+        self.ps = ps
+        self.zero_stage = zero_stage
+        self.backward_passes = backward_passes
+        self.require_gradients = require_gradients
+        # puts new parameters in the place of those on meta: before anybody notes one
         on_meta = allocate_from_meta(module, ps)
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
         self._take_over()
         stages = stages_of(module, shard_units)
-        if bucket_size is None:  # elements; launches cost more on an accelerator, memory less
-            bucket_size = 2**20 if ps.device.type == "cpu" else 2**23
-        divided_over = {"dp-cp": ps.size("shard"), "edp": ps.size("edp")}
-        table = bucket_table(entries_of(module, stages), divided_over, bucket_size)
-        same_on_all(module, table, ps)
-        self.buffers = self._make_buffers(
-            table, {"grad_dtype": grad_dtype, "reduce_dtype": reduce_dtype}
+        self.buffers = make_buffers(
+            module,
+            self._names,
+            stages,
+            ps,
+            zero_stage=zero_stage,
+            bucket_size=bucket_size,
+            grad_dtype=grad_dtype,
+            reduce_dtype=reduce_dtype,
         )
         if on_meta:
+            # module by module, into the buckets: at stage 3 no rank ever holds the whole model
             fill_all(module, ps, on_meta, self.buffers, init)
-        if (
-            overlap is None
-        ):  # worth it where a backend needs no cores of ours, or memory is to be bounded
-            runs_beside_us = any(
-                b.ranks is not None and ps.device.type not in b.ranks.gloo for b in self.buffers
-            )
-            overlap = runs_beside_us or zero_stage >= 2 or backward_passes is not None
+        if overlap is None:
+            overlap = overlap_pays(self.buffers, ps.device, zero_stage, backward_passes)
         self.overlap = overlap
-
         slots = make_slots(self.buffers, self._names)
         self._stages = [members.module for members in stages.values()]
-        self._units: dict[nn.Module, StageUnits] = {}
-        holders = self._assign_units(stages, slots)
-        self._gradient_sums = GradientSums(
-            holders,
-            slots,
-            divided=zero_stage >= 2,
-            overlap=self.overlap,
-            backward_passes=backward_passes,
-            sum_and_average=self._sum_and_average,
-            meet=self._meet,
-            zero_all=self.zero_grad,
-        )
+        self._follow(list(stages.values()), slots)
         self._partial = partial_views(self.buffers)
         self._unused: list[str] = []
-        self.missing, self.averaged = list[str](), False
-        self._steps, self._check_every = 0, check_replicas_every
+        self.missing: list[str] = []
+        self.averaged = False
+        self._steps = 0
+        self._check_every = check_replicas_every
         self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
         self.agreement = Agreement(ps, self.buffers, len(slots))
         self._watch = UpdateWatch(
@@ -136,48 +131,33 @@ class DataParallel(GradSync):
         )
         self._hooks = self._gradient_sums.hook_parameters()
 
-    def _make_buffers(
-        self, table: Sequence[Bucket], dtypes: Mapping[str, torch.dtype | None]
-    ) -> tuple[Buffer, ...]:
-        parameters, loan_warnings = self.named_parameters(), list[str]()
-        buffers = []
-        for number, bucket in enumerate(table):
-            buffer = Buffer(
-                number, bucket, parameters, self.ps, zero_stage=self.zero_stage, **dtypes
-            )
-            buffer.loan_warnings = (
-                loan_warnings  # one list: the first loan of any bucket warns for all
-            )
-            buffers.append(buffer)
-        return tuple(buffers)
-
-    def _assign_units(
-        self, stages: Mapping[int, Members], slots: Sequence[ParameterSlot]
-    ) -> dict[nn.Module, list[Buffer]]:
-        """Who holds what: pipeline stages hold buckets (returned), units (layers) are gathered and freed together."""
-        buffer_of = {slot.parameter: slot.buffer for slot in slots}
-        holders: dict[nn.Module, list[Buffer]] = {}
-        for members in stages.values():
-            stage = members.module
-            in_stage = {buffer_of[parameter] for parameter in members.parameters}
-            holders[stage] = [buffer for buffer in self.buffers if buffer in in_stage]
-            if needs_units(holders[stage], self.zero_stage, self.overlap):
-                backward_begins = partial(self._plain_backward, stage)
-                self._units[stage] = make_units(
-                    members, holders[stage], self.zero_stage, backward_begins
-                )
-        set_units(slots, self._units.values())
-        return holders
+    def _follow(self, stages: Sequence[Members], slots: Sequence[ParameterSlot]) -> None:
+        """Who holds what (pipeline stages their buckets, units their layers), and who counts gradients."""
+        holders = buffers_of_stages(stages, self.buffers)
+        self._units = units_of_stages(
+            stages,
+            holders,
+            slots,
+            zero_stage=self.zero_stage,
+            overlap=self.overlap,
+            backward_begins=self._plain_backward,
+        )
+        self._gradient_sums = GradientSums(
+            holders,
+            slots,
+            divided=self.zero_stage >= 2,
+            overlap=self.overlap,
+            backward_passes=self.backward_passes,
+            sum_and_average=self._sum_and_average,
+            meet=self._meet,
+            zero_all=self.zero_grad,
+        )
 
     def _take_over(self) -> None:
         check_parts(self.module, self.ps)
         make_plain(self._names)
         self._kept = KeptMemory(self._names)
-        if owned := [name for p, name in self._names.items() if has_main_grad(p)]:
-            raise ValueError(
-                f"DataParallel: {owned[0]} and {len(owned) - 1} more of {len(self._names)} parameters already have a "
-                "main_grad: a parameter belongs to 1 group only; remove() the object that made it first"
-            )
+        refuse_owned(self._names)
 
     def _plain_backward(self, stage: nn.Module) -> bool:
         return self._gradient_sums.plain_backward(stage)
@@ -202,7 +182,7 @@ class DataParallel(GradSync):
         """A step starts. Raises ValueError: the last step's sums have not been zeroed, or it was not finished; a
         trainable parameter that was not here, or not trainable, when this was made."""
         self._gradient_sums.refuse_second()
-        self._refuse_unknown(pairs_per_param)
+        refuse_unknown(self._gradient_sums.unknown(pairs_per_param), self.module)
         self._gradient_sums.begin_step(pairs_per_param, split)
         for units in self._units.values():
             units.split = split
@@ -255,10 +235,12 @@ class DataParallel(GradSync):
         parameters that got none; with `check_replicas_every`, see `check_replicas`.
         """
         self._gradient_sums.refuse_second()
-        self._refuse_unknown(new_parameters(self._stages, self._gradient_sums.known))
+        new = new_parameters(self._stages, self._gradient_sums.known)
+        refuse_unknown(self._gradient_sums.unknown(new), self.module)
         self._gradient_sums.finish()
         for buffer in self.buffers:
             buffer.complete()
+        # parameters that several ranks of a model hold, each with a part of the gradient (`Layout.partial`)
         for name, views in self._partial.items():
             sum_views(views, self.ps.group(name))
         gathers = [buffer.start_gather_gradients() for buffer in self.buffers]
@@ -266,33 +248,17 @@ class DataParallel(GradSync):
             pending.wait()
         self._gradient_sums.show()
         self._unused = [slot.name for slot in self._gradient_sums.slots if not slot.delivered]
-        self.missing = [
-            slot.name for slot in self._gradient_sums.slots if not (slot.delivered or slot.zeroed)
-        ]
+        self.missing = self._without_gradient()
         if self.require_gradients:
-            self._refuse_unused()
+            refuse_unused(self._unused, self.ps.world)
         self._steps += 1
         if self._check_every and self._steps % self._check_every == 0:
-            self.check_replicas()  # before an update: after it every rank has just been sent the same
+            # before an update: after it every rank has just been sent the same
+            self.check_replicas()
 
-    def _refuse_unknown(self, parameters: Iterable[Tensor]) -> None:
-        if unknown := self._gradient_sums.unknown(parameters):
-            names = [name for name, p in named_parameters(self.module) if id(p) in unknown]
-            raise ValueError(
-                f"DataParallel: {len(unknown)} trainable parameters ({', '.join(names[:3]) or 'of another module'}) "
-                "are summed by nobody: replaced (load_state_dict(assign=True)?) or unfrozen later; remove() this "
-                "and make it anew, with its optimizer"
-            )
-
-    def _refuse_unused(self) -> None:
-        everywhere = enumerate(all_gather_objects(self._unused, self.ps.world))
-        if new := [
-            f"{names[0]} on rank {rank} ({len(names)} there)" for rank, names in everywhere if names
-        ]:
-            raise ValueError(
-                f"parameters without a gradient in this step: {'; '.join(new)}; freeze them, use them, or leave "
-                "require_gradients off"
-            )
+    def _without_gradient(self) -> list[str]:
+        slots = self._gradient_sums.slots
+        return [slot.name for slot in slots if not (slot.delivered or slot.zeroed)]
 
     # around the optimizer's step
 
@@ -313,7 +279,8 @@ class DataParallel(GradSync):
         """
         for units in self._units.values():
             units.free(keep=False)
-        for buffer in reversed(self.buffers):  # in the order of the next forward
+        # in the order of the next forward
+        for buffer in reversed(self.buffers):
             buffer.publish()
         if not (self.overlap and any(units.may_wait_at_use for units in self._units.values())):
             self.wait()
@@ -353,11 +320,7 @@ class DataParallel(GradSync):
         if self._gradient_sums.borrowed():
             self._sum_and_average()
         if self._gradient_sums.take(float(self.default_divisor)):
-            self.missing = [
-                slot.name
-                for slot in self._gradient_sums.slots
-                if not (slot.delivered or slot.zeroed)
-            ]
+            self.missing = self._without_gradient()
         return self._gradient_sums.changes.take(self.ps.device)
 
     @property
@@ -391,6 +354,7 @@ class DataParallel(GradSync):
         set_to_none: as in torch, a parameter that gets no gradient before the next step is not updated in it; with
         False those that had one have zeros, and decay.
         """
+        # sums under way still write into the gradients
         self._gradient_sums.give_up()
         for buffer in self.buffers:
             buffer.zero()
@@ -425,4 +389,5 @@ class DataParallel(GradSync):
         for buffer in self.buffers:
             buffer.remove()
         self._gradient_sums.zeroed(set_to_none=True)
-        self._hooks, self._names = [], {}
+        self._hooks = []
+        self._names = {}

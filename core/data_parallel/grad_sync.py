@@ -57,15 +57,15 @@ class GradientSums:
         meet: Callable[[str, Any], None],
         zero_all: Callable[[bool], None],
     ) -> None:
-        self.slots, self.sum_and_average, self.zero_all, self.meet = (
-            slots,
-            sum_and_average,
-            zero_all,
-            meet,
-        )
+        self.slots = slots
+        self.sum_and_average = sum_and_average
+        self.zero_all = zero_all
+        self.meet = meet
         # by id: torch hashes tensors in Python
         self._slot_of = {id(slot.parameter): slot for slot in slots}
-        self._divided, self._overlap, self._backward_passes = divided, overlap, backward_passes
+        self._divided = divided
+        self._overlap = overlap
+        self._backward_passes = backward_passes
         self._under_way: list[Buffer] = []
         # Buckets that several pipeline stages on this rank hold (tied weights) are complete when the step is; they
         # have a round of their own. With ZeRO stages 2 and 3 every stage sums its contribution by itself.
@@ -80,9 +80,8 @@ class GradientSums:
             self._rounds[stage] = Round(
                 [buffer for buffer in buffers if buffer not in shared], self._under_way
             )
-        self._current_round = next(
-            iter(self._rounds.values()), self._shared
-        )  # of the backward or W under way
+        # of the backward or W under way
+        self._current_round = next(iter(self._rounds.values()), self._shared)
         self._stage_of = {buffer: stages[0] for buffer, stages in uses.items()}
         round_of: dict[Buffer, Round] = {}
         for round_ in (*self._rounds.values(), self._shared):
@@ -92,15 +91,20 @@ class GradientSums:
             slot.round = None if divided else round_of[slot.buffer]
         self._hooked: list[ParameterSlot] = []
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
-        self.zeroed_by_hand = set[ParameterSlot]()  # after the step
+        # after the step
+        self.zeroed_by_hand = set[ParameterSlot]()
         self._begin_plain()
 
     def _begin_plain(self) -> None:
         """Begin a step of a plain loop, which announces nothing."""
-        self.split, self._has_executor, self._summed, self._hooked = False, False, False, []
+        self.split = False
+        self._has_executor = False
+        self._summed = False
+        self._hooked = []
         self._counts = self._backward_passes is not None and not self._divided
         for slot in self.slots:
-            slot.delivered, slot.pairs = False, self._backward_passes or 1
+            slot.delivered = False
+            slot.pairs = self._backward_passes or 1
         if self._counts:
             self._begin_rounds()
 
@@ -115,15 +119,14 @@ class GradientSums:
                 "DataParallel: the last step began and did not finish (an exception?): its part of the gradients is "
                 "still here; call zero_grad() before the next"
             )
-        self.split, self._counts, self._has_executor, self._hooked = (
-            split,
-            not self._divided,
-            True,
-            [],
-        )
+        self.split = split
+        self._counts = not self._divided
+        self._has_executor = True
+        self._hooked = []
         counts = {id(parameter): count for parameter, count in pairs.items()}
         for slot in self.slots:
-            slot.delivered, slot.pairs = False, counts.get(id(slot.parameter), 1)
+            slot.delivered = False
+            slot.pairs = counts.get(id(slot.parameter), 1)
         if self._counts:
             self._begin_rounds()
 
@@ -157,12 +160,14 @@ class GradientSums:
         gradient = parameter.grad
         if slot.unit is not None:
             slot.unit.missing_gradients -= 1
-        added = type(gradient) is BucketGradient  # already, by `contribute`
+        # already, by `contribute`
+        added = type(gradient) is BucketGradient
         if self.phase and not self._renewed() and self.phase.drops(slot.name):
             parameter.grad = slot.gradient if added else None
             return
         if not added:
-            if slot.shown:  # `.grad` was shown, and the program has set it to None since
+            # `.grad` was shown, and the program has set it to None since
+            if slot.shown:
                 slot.buffer.forget(slot.index)
             if gradient is not None:
                 self.contribute(slot, gradient)
@@ -174,15 +179,15 @@ class GradientSums:
         if self.split:
             self._hooked.append(slot)
         else:
-            self._arrive(slot)
+            self._count_arrival(slot)
 
     def contribute(self, slot: ParameterSlot, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, inside of a backward."""
         if self.phase and not (self.zeroed_by_hand and self._renewed()):
-            return  # `gradient_hooked`, which follows, decides what becomes of it
-        if self._divided and not (
-            self._has_executor or self._current_round.open
-        ):  # no hook saw this backward begin
+            # `gradient_hooked`, which follows, decides what becomes of it
+            return
+        # no hook saw this backward begin
+        if self._divided and not (self._has_executor or self._current_round.open):
             self.plain_backward(self._stage_of[slot.buffer])
         slot.buffer.add(slot.index, gradient.detach())
 
@@ -218,7 +223,8 @@ class GradientSums:
         with torch._C.DisableTorchFunctionSubclass():
             for slot in self.slots:
                 if slot.delivered and not slot.shown:
-                    slot.shown, slot.parameter.grad = True, slot.gradient
+                    slot.shown = True
+                    slot.parameter.grad = slot.gradient
 
     def take(self, factor: float) -> bool:
         """Before an update: what the program has written into `.grad` is what counts; None is no gradient.
@@ -229,11 +235,9 @@ class GradientSums:
         borrowed = [
             (slot, gradient.slot.full_gradient()) for slot, gradient in self._borrowed_by_all()
         ]
-        for (
-            slot,
-            full,
-        ) in borrowed:  # all were gathered above: two parameters may have exchanged their gradients
-            self._put(slot, full, factor)
+        # all were gathered above: two parameters may have exchanged their gradients
+        for slot, full in borrowed:
+            self._store_and_note(slot, full, factor)
             slot.parameter.grad = slot.gradient
             slot.fetched, changed, slot.delivered = None, True, True
         with torch._C.DisableTorchFunctionSubclass():
@@ -241,9 +245,9 @@ class GradientSums:
                 gradient = slot.parameter.grad
                 if type(gradient) is BucketGradient:
                     if slot.fetched is not None and not (factor == 1.0 and is_as_it_was(slot)):
-                        self._put(slot, slot.fetched, factor)
+                        self._store_and_note(slot, slot.fetched, factor)
                 elif gradient is not None:
-                    self._put(slot, gradient, factor)
+                    self._store_and_note(slot, gradient, factor)
                     changed, slot.delivered = True, True
                 elif slot.shown:
                     self.changes.add(slot.index)
@@ -251,8 +255,9 @@ class GradientSums:
                     changed, slot.delivered, slot.zeroed = True, False, False
         return changed
 
-    def _put(self, slot: ParameterSlot, full: Tensor, factor: float) -> None:
-        if "dp-cp" in layout_of(slot.parameter).gradient_groups:  # other ranks hold other experts
+    def _store_and_note(self, slot: ParameterSlot, full: Tensor, factor: float) -> None:
+        # other ranks hold other experts
+        if "dp-cp" in layout_of(slot.parameter).gradient_groups:
             self.changes.add(slot.index)
             self.changes.add(full)
         store_gradient(slot, full, factor)
@@ -274,7 +279,7 @@ class GradientSums:
                     borrowed.append((slot, gradient))
         return borrowed
 
-    def _arrive(self, slot: ParameterSlot, *, may_start: bool = True) -> None:
+    def _count_arrival(self, slot: ParameterSlot, *, may_start: bool = True) -> None:
         """One pair has delivered all to a parameter; may_start: complete buckets are reduced at once."""
         round_, buffer = slot.round or self._current_round, slot.buffer
         try:
@@ -296,7 +301,8 @@ class GradientSums:
             self._advance(round_)
 
     def _advance(self, round_: Round) -> None:
-        if self._overlap and round_ is not self._shared:  # shared buckets wait for all their stages
+        # shared buckets wait for all their stages
+        if self._overlap and round_ is not self._shared:
             round_.advance()
 
     def backward_begins(self, stage: nn.Module) -> None:
@@ -308,9 +314,8 @@ class GradientSums:
 
     def plain_backward(self, stage: nn.Module) -> bool:
         """A backward has begun. Returns whether it is a plain loop's, which no executor has announced."""
-        if not self._has_executor and (
-            not self.phase or self._renewed()
-        ):  # in other phases gradients are dropped or refused
+        # in other phases gradients are dropped or refused
+        if not self._has_executor and (not self.phase or self._renewed()):
             self.backward_begins(stage)
             if self._divided:
                 after_backward(self._rounds[stage].end)
@@ -327,15 +332,14 @@ class GradientSums:
             delivered_by_w = {id(parameter) for parameter in waiting}
             for slot in gradient_hooked:
                 if id(slot.parameter) not in delivered_by_w:
-                    self._arrive(
-                        slot, may_start=False
-                    )  # sums start in W, where all ranks are at the same stage
+                    # sums start in W, where all ranks are at the same stage
+                    self._count_arrival(slot, may_start=False)
 
     def ready(self, parameter: Parameter) -> None:
         """W has added the last contribution of this pair to `parameter`."""
         slot = self._slot_of[id(parameter)]
         slot.delivered = True
-        self._arrive(slot)
+        self._count_arrival(slot)
 
     def before_weight_grad(self, stage: nn.Module) -> None:
         """ZeRO stages 2, 3: W of a pair is a round."""

@@ -56,8 +56,10 @@ def expected_bytes(
             "least 1 rank, and a fraction from 0 to 1"
         )
     shard = -(-numel // ranks)
-    updated = shard if zero_stage >= 1 else numel  # elements whose states this rank holds
-    wide = max(4, param_bytes)  # bytes of a main weight, a moment, a gradient sum
+    # elements whose states this rank holds
+    updated = shard if zero_stage >= 1 else numel
+    # bytes of a main weight, a moment, a gradient sum
+    wide = max(4, param_bytes)
     offloaded = updated
     if offload_fraction < 1:
         offloaded = int(updated * offload_fraction) // PART_ALIGN * PART_ALIGN

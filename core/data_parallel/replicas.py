@@ -24,7 +24,7 @@ _ODD = (
 Key = tuple[str, Any, int]
 
 
-def _key(
+def _shard_key(
     name: str, parameter: Tensor, ps: ParallelState, interval: tuple[int, int] | None = None
 ) -> Key:
     """Equal on two ranks exactly when their shards must be equal: the name, the box, the elements of it, the stage.
@@ -61,6 +61,7 @@ def mixed_words(tensor: Tensor) -> Tensor:
         part = bits[first : first + MIXED]
         # a multiple of 8 bytes, in memory of its own: the storage may begin anywhere
         words = F.pad(part, (0, -part.numel() % 8)).view(torch.int64)
+        # of each word in the whole tensor: equal words in another order must not cancel
         number = torch.arange(first // 8, first // 8 + words.numel(), device=tensor.device)
         for which, (a, b, c) in enumerate(_ODD):
             mixed = (words ^ (number * a)) * b
@@ -83,10 +84,13 @@ def check_shards(buffers: Sequence[Buffer], module: Modules, ps: ParallelState) 
     frozen parameters, which nobody divides."""
     segments = [(buffer.weights, segment) for buffer in buffers for segment in buffer.segments]
     tensors = [
-        (_key(s.name, s.parameter, ps, s.interval), weights[slice(*s.span)])
+        (_shard_key(s.name, s.parameter, ps, s.interval), weights[slice(*s.span)])
         for weights, s in segments
     ]
-    divided_ids = {id(parameter) for buffer in buffers for parameter in buffer.parameters}
+    divided_ids = set()
+    for buffer in buffers:
+        for parameter in buffer.parameters:
+            divided_ids.add(id(parameter))
     compare(
         tensors
         + _keyed_parameters(
@@ -100,7 +104,7 @@ def _keyed_parameters(
     named: Iterable[tuple[str, Tensor]], ps: ParallelState
 ) -> list[tuple[Key, Tensor]]:
     return [
-        (_key(name, p, ps), true_part(p.detach(), layout_of(p), ps.coordinate, ps.sizes))
+        (_shard_key(name, p, ps), true_part(p.detach(), layout_of(p), ps.coordinate, ps.sizes))
         for name, p in named
     ]
 
@@ -109,6 +113,7 @@ def compare(tensors: Iterable[tuple[Key, Tensor]], ps: ParallelState) -> None:
     """Raise ValueError, on every rank, where two ranks hold other bits under one key."""
     local = [(key, _checksum(tensor)) for key, tensor in tensors]
     holders_of: dict[Key, dict[str, list[int]]] = {}
+    # checksums travel, not values; every rank then finds the same verdict by itself
     for rank, rank_checksums in enumerate(all_gather_objects(local, ps.world)):
         for key, checksum in rank_checksums:
             holders_of.setdefault(key, {}).setdefault(checksum, []).append(rank)
@@ -122,13 +127,15 @@ def compare(tensors: Iterable[tuple[Key, Tensor]], ps: ParallelState) -> None:
 
 def _outliers(holders: dict[str, list[int]]) -> str:
     """For the message: the ranks whose values are not the majority's."""
+    # most holders first; equal counts leave open who is right
     (common, majority), (second_common, second_ranks), *_ = ranked = sorted(
         holders.items(), key=lambda item: -len(item[1])
     )
     between = f"{common[:8]}… and {second_common[:8]}…"
     if len(majority) == len(second_ranks):
         return f"differs between ranks {majority[0]} and {second_ranks[0]}: {between}"
-    odd_ranks = ", ".join(
-        str(rank) for rank in sorted(rank for _, ranks in ranked[1:] for rank in ranks)
-    )
-    return f"on rank {odd_ranks} is not what most hold, as rank {majority[0]} does: {between}"
+    odd_ranks = []
+    for _, ranks in ranked[1:]:
+        odd_ranks += ranks
+    odd = ", ".join(map(str, sorted(odd_ranks)))
+    return f"on rank {odd} is not what most hold, as rank {majority[0]} does: {between}"

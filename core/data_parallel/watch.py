@@ -38,19 +38,22 @@ class UpdateWatch:
         slots: Sequence[ParameterSlot],
         take_weights: Callable[[], None],
     ) -> None:
-        self._agreement, self._buffers, self._stages = agreement, buffers, stages
-        self._slots, self._take_weights = slots, take_weights
-        self._forwards, self._optimizer_steps = 0, 0
-        self._meetings = self._meetings_at_look = (
-            0  # of the agreement, at the last forward and at the last look
-        )
+        self._agreement = agreement
+        self._buffers = buffers
+        self._stages = stages
+        self._slots = slots
+        self._take_weights = take_weights
+        self._forwards = 0
+        self._optimizer_steps = 0
+        # of the agreement, at the last forward and at the last look
+        self._meetings = self._meetings_at_look = 0
         self._versions = 0
-        self._seen: Tensor | None = None  # checksums of the weights
+        # checksums of the weights
+        self._seen: Tensor | None = None
         self._hooks: list[Any] = []
         if agreement.is_shared:
-            weak_self = weakref.ref(
-                self
-            )  # torch's registry must not keep this alive, nor a deep copy have its hooks
+            # torch's registry must not keep this alive, nor a deep copy have its hooks
+            weak_self = weakref.ref(self)
 
             @torch.compiler.disable
             def before_forward(module: nn.Module, args: Any) -> None:
@@ -89,9 +92,12 @@ class UpdateWatch:
         A parameter that only other ranks reached has a gradient here too, as under DDP.
         Raises ValueError, on every rank, before anything is updated.
         """
-        if hasattr(optimizer, "shard"):  # ours meet with the gradient norm
+        # ours meet with the gradient norm
+        if hasattr(optimizer, "shard"):
             return
-        sums, slots, outside = self._slots[0].sums, [], []
+        sums = self._slots[0].sums
+        slots = []
+        outside = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 slot = slot_of(parameter)
@@ -101,7 +107,9 @@ class UpdateWatch:
                     slots.append(slot)
         if not slots:
             return
-        changes, missing, summed = 0.0, [], None
+        changes = 0.0
+        missing = []
+        summed = None
         for position, slot in enumerate(slots):
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = slot.parameter.grad
@@ -148,13 +156,15 @@ class UpdateWatch:
             words=words,
             look=look,
         )
-        if not missing:  # nothing is read, which would wait for a device
+        # nothing is read, which would wait for a device
+        if not missing:
             return
         missing_everywhere = [[int(word) for word in other.tolist()] for other in everyone]
         for slot in missing:
             word, bit = divmod(number_of[slot], BITS)
             if any(not other[word] >> bit & 1 for other in missing_everywhere) and slot.sums.phase:
-                slot.shown, slot.parameter.grad = True, slot.gradient
+                slot.shown = True
+                slot.parameter.grad = slot.gradient
 
     # updates by hand
 
@@ -162,13 +172,16 @@ class UpdateWatch:
         """Raises ValueError, on every rank: weights were written since the last forward, with other values."""
         if not (module.training and torch.is_grad_enabled()) or module not in self._stages:
             return
-        if torch._C._current_graph_task_id() != -1:  # a recomputation
+        # a recomputation
+        if torch._C._current_graph_task_id() != -1:
             return
         agreement = self._agreement
         self._forwards += 1
-        versions, met = sum([buffer.versions for buffer in self._buffers]), agreement.meetings
+        versions = sum([buffer.versions for buffer in self._buffers])
+        met = agreement.meetings
         written = versions != self._versions and met == self._meetings and self._forwards > 1
-        self._versions, self._meetings = versions, met
+        self._versions = versions
+        self._meetings = met
         if not self._forwards & (self._forwards - 1) and not written:
             written = self._look_at_values()
         if written and not self._slots[0].sums.has_executor:
@@ -187,8 +200,10 @@ class UpdateWatch:
             return False
         self._take_weights()
         seen = [checksum(buffer.values) for buffer in self._buffers if buffer.whole_for_program]
-        met, self._meetings_at_look = self._meetings_at_look, self._agreement.meetings
-        before, self._seen = self._seen, torch.stack(seen) if seen else None
+        met = self._meetings_at_look
+        self._meetings_at_look = self._agreement.meetings
+        before = self._seen
+        self._seen = torch.stack(seen) if seen else None
         if self._forwards == 1 or self._seen is None or met != self._agreement.meetings:
             return False
         return before is None or not torch.equal(before, self._seen)

@@ -51,7 +51,8 @@ class GPTBatches:
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
         """Every rule is one (holds, message) line, so that all failures are reported at once."""
-        s, n = self.sequence_length, self.token_file.num_tokens
+        s = self.sequence_length
+        n = self.token_file.num_tokens
         yield s > 0, f"sequence_length={s} must be positive"
         yield (
             s < n or (self.allow_short and n > 1),
@@ -112,6 +113,7 @@ class GPTBatches:
         and all ranks the same number of batches: add up losses, a mean over a batch may be 0/0.
         Raises `ValueError` if the batch does not divide or the rank is not below size.
         """
+        # the same share of every batch, also of the last, which reaches beyond the text
         local_rows = share(batch_size, rank, size)
         batch_starts = range(0, self.num_samples, batch_size)
         return (
@@ -135,11 +137,9 @@ class GPTBatches:
         self, windows: Iterable[int], rows: Iterable[int], tokens: Rows, labels: Rows
     ) -> None:
         """Write the samples `windows` to these rows; the last sample of a text is filled up."""
-        s, read_tokens, num_labels = (
-            self.sequence_length,
-            self.token_file.tokens,
-            self.token_file.num_tokens - 1,
-        )
+        s = self.sequence_length
+        read_tokens = self.token_file.tokens
+        num_labels = self.token_file.num_tokens - 1
         for window, row in zip(windows, rows, strict=True):
             start = window * s
             count = min(s, max(0, num_labels - start))

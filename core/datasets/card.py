@@ -13,17 +13,19 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = "paracore tokens 1"
-FORMAT_ANSWERS = "paracore tokens 2"  # tokens of answers, whose loss counts, are stored as ~token, which is negative
+# tokens of answers, whose loss counts, are stored as ~token, which is negative
+FORMAT_ANSWERS = "paracore tokens 2"
 _FAMILY = "paracore tokens"
-_FORMAT_KEY = re.compile(
-    rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL
-)  # of what does not parse
-_LARGEST_CARD = 16 << 20  # bytes: a file of more is somebody's text
+# of what does not parse
+_FORMAT_KEY = re.compile(rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL)
+# bytes: a file of more is somebody's text
+_LARGEST_CARD = 16 << 20
 SAMPLED_BLOCKS = 64
 BLOCK_BYTES = 4096
 _CHUNK = 1 << 22
 
-_Kind = tuple[str, Callable[[Any], bool]]  # what a value should be, and whether it is
+# what a value should be, and whether it is
+_Kind = tuple[str, Callable[[Any], bool]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +130,8 @@ def read_card(prefix: str | Path) -> TokenCard | None:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) is int and value >= 0  # True would be an int, too
+    # True would be an int, too
+    return type(value) is int and value >= 0
 
 
 def _is_text(value: Any) -> bool:

@@ -46,8 +46,8 @@ class ConversationBatches(GPTBatches):
         starts: list[int] = [
             self.token_file.document_start(i) for i in range(self.token_file.num_documents + 1)
         ]
-        ends = np.array(starts, np.int64)
-        return ends[1:] - ends[:-1]
+        boundaries = np.array(starts, np.int64)
+        return boundaries[1:] - boundaries[:-1]
 
     @property
     def truncated(self) -> int:
@@ -57,8 +57,11 @@ class ConversationBatches(GPTBatches):
     @cached_property
     def _first_documents(self) -> list[int]:
         """The first conversation of each row, and their number."""
-        s, firsts, room = self.sequence_length, [], 0
+        s = self.sequence_length
+        firsts = []
+        room = 0
         for number, length in enumerate(np.minimum(self._lengths, s).tolist()):
+            # rows keep the order of the file: no row is filled up with a later conversation
             if length > room:
                 firsts.append(number)
                 room = s
@@ -84,7 +87,8 @@ class ConversationBatches(GPTBatches):
         """These rows of the epoch; beyond its end empty ones."""
         numbers = list(windows)
         tokens, labels = empty_rows(len(numbers), self.sequence_length)
-        tokens[:], labels[:] = 0, IGNORED_LABEL
+        tokens[:] = 0
+        labels[:] = IGNORED_LABEL
         begins = np.zeros_like(tokens)
         for row, number in enumerate(numbers):
             if number < self.num_samples:
@@ -95,7 +99,8 @@ class ConversationBatches(GPTBatches):
 
     def _fill_row(self, number: int, tokens: Rows, labels: Rows, begins: Rows) -> None:
         """One row `[s]`; what is left at its end is a document of its own, without labels."""
-        start, source = 0, self.token_file
+        source = self.token_file
+        start = 0
         for document in range(*self._first_documents[number : number + 2]):
             length = min(int(self._lengths[document]), self.sequence_length)
             first = source.document_start(document)

@@ -17,7 +17,8 @@ from core.datasets.card import card_path
 from core.datasets.token_file import TokenFile, file_paths
 from core.datasets.tokenizers.any_tokenizer import tokenizer_of
 
-_MAX_SAMPLED = 100_000  # documents whose length is read: evenly spread over a file of more
+# documents whose length is read: evenly spread over a file of more
+_MAX_SAMPLED = 100_000
 
 
 def facts(file: TokenFile, sample: int = 100) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def facts(file: TokenFile, sample: int = 100) -> dict[str, Any]:
         "dtype": str(file.dtype),
         "bin_bytes": bin_path.stat().st_size,
         "idx_bytes": idx_path.stat().st_size,
-        "document_tokens": _lengths(file),
+        "document_tokens": _document_lengths(file),
         "card": None if card is None else str(card_path(file.prefix)),
     }
     if card is not None:
@@ -46,10 +47,10 @@ def facts(file: TokenFile, sample: int = 100) -> dict[str, Any]:
             "bin_sha256": card.bin_sha256,
             "idx_sha256": card.idx_sha256,
         }
-    return values | {"sample": _sample(file, sample)}
+    return values | {"sample": _sample_text(file, sample)}
 
 
-def _lengths(file: TokenFile) -> dict[str, Any]:
+def _document_lengths(file: TokenFile) -> dict[str, Any]:
     """Tokens of the documents: shortest, longest, mean; how many of them were read for it."""
     count = file.num_documents
     if not count:
@@ -67,7 +68,7 @@ def _lengths(file: TokenFile) -> dict[str, Any]:
     }
 
 
-def _sample(file: TokenFile, count: int) -> str | None:
+def _sample_text(file: TokenFile, count: int) -> str | None:
     """The first tokens as text, None where nothing says which tokenizer they are of."""
     if count < 1 or file.card is None:
         return None
@@ -80,7 +81,8 @@ def _sample(file: TokenFile, count: int) -> str | None:
 
 def text(values: dict[str, Any]) -> str:
     """`facts` as lines for people."""
-    documents, tokens = values["document_tokens"], values["tokens"]
+    documents = values["document_tokens"]
+    tokens = values["tokens"]
     lines = {
         "documents": f"{values['documents']:,} in {values['sequences']:,} sequences",
         "tokens": f"{tokens:,} of {values['dtype']}",
@@ -162,7 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         told += f"\n  {'verified':<12} {kind} read and right"
     try:
         print(told, flush=True)
-    except BrokenPipeError:  # `| head` has read enough; what is left is flushed at exit, to nowhere
+    except BrokenPipeError:
+        # `| head` has read enough; what is left is flushed at exit, to nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 

@@ -8,7 +8,8 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.int64]
 _Words = npt.NDArray[np.uint64]
-_BLOCK = 1024  # draws that are computed together: the cost of numpy's calls is that of one sample otherwise
+# draws that are computed together: the cost of numpy's calls is that of one sample otherwise
+_BLOCK = 1024
 
 
 def permute(index: npt.ArrayLike, n: int, *, seed: int, epoch: int = 0) -> Ids:
@@ -28,7 +29,8 @@ def permute(index: npt.ArrayLike, n: int, *, seed: int, epoch: int = 0) -> Ids:
     # A Feistel network permutes 2^(2*half) numbers, up to 4n of them. Whoever lands outside [0, n) walks on
     # along its cycle until inside: that is again a permutation of [0, n), after at most 4 steps on average.
     half = max(2, ((n - 1).bit_length() + 1) // 2)
-    keys = _round_keys(seed, epoch)  # a permutation of its own for each epoch
+    # a permutation of its own for each epoch
+    keys = _round_keys(seed, epoch)
     values = _feistel(positions.reshape(-1).astype(np.uint64), half, keys)
     while (outside := values >= n).any():
         values[outside] = _feistel(values[outside], half, keys)
@@ -47,7 +49,8 @@ def _feistel(values: _Words, half: int, keys: _Words) -> _Words:
     mask = np.uint64((1 << half) - 1)
     bits = np.uint64(half)
     # a round can be undone, since one half goes through unchanged: so the whole is a permutation
-    high, low = values >> bits, values & mask
+    high = values >> bits
+    low = values & mask
     for key in keys:
         high, low = low, high ^ (_mix(low ^ key) & mask)
     return (high << bits) | low

@@ -58,7 +58,8 @@ class Packing:
 
 def _document_begin(tokens: Tensor, end_of_text: int | None, positions: Tensor) -> Tensor:
     """Where the document of each token begins in its row: `[b, s]`."""
-    closing = -1 if end_of_text is None else end_of_text  # no token is -1
+    # no token is -1
+    closing = -1 if end_of_text is None else end_of_text
     begins = torch.zeros_like(tokens)
     # the position behind each end of text; the running maximum carries it to the tokens that follow
     begins[:, 1:] = positions[1:] * tokens[:, :-1].eq(closing)

@@ -38,9 +38,8 @@ def take_lock(prefix: str | Path) -> BinaryIO | None:
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 file.truncate(0)
                 file.write(str(os.getpid()).encode())
-                with contextlib.suppress(
-                    OSError
-                ):  # a full disk: the number is only for the message
+                # a full disk: the number is only for the message
+                with contextlib.suppress(OSError):
                     file.flush()
                 return file
         file.close()
@@ -61,7 +60,8 @@ def is_locked(prefix: str | Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # there is none, or the file system has no locks
+    except OSError:
+        # there is none, or the file system has no locks
         pass
     return False
 

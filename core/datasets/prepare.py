@@ -44,15 +44,14 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__.partition(": ")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--input",
         nargs="+",
         required=True,
         metavar="PATH",
         help="files and directories, read recursively",
     )
-    add(
+    parser.add_argument(
         "--output",
         required=True,
         metavar="PREFIX",
@@ -68,47 +67,52 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help=f"learn a vocabulary of SIZE tokens from the first {LEARNED_BYTES >> 20} MiB of the text",
     )
-    add(
+    _add_document_options(parser)
+    return parser
+
+
+def _add_document_options(parser: argparse.ArgumentParser) -> None:
+    """What is read as text, what a document is in it, and how it ends."""
+    parser.add_argument(
         "--end-of-text",
         metavar="TOKEN",
         help="which token ends a document, where tokenizer.json does not tell",
     )
-    add(
+    parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="close documents with that token",
     )
-    add(
+    parser.add_argument(
         "--documents",
         choices=DOCUMENTS,
         default="file",
         help="what a document is in a text file (default: file)",
     )
-    add(
+    parser.add_argument(
         "--text-key",
         default="text",
         metavar="KEY",
         help="of JSON lines, or column of a table (default: text)",
     )
-    add(
+    parser.add_argument(
         "--glob",
         action="append",
         default=[],
         metavar="PATTERN",
         help="read these names as text too; repeatable",
     )
-    add(
+    parser.add_argument(
         "--workers",
         type=int,
         default=None,
         metavar="N",
         help=f"processes (default: cores, {available_cores()} here)",
     )
-    return parser
 
 
-def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
+def _tokenizer(options: argparse.Namespace, text_files: TextFiles) -> AnyTokenizer:
     if options.train_tokenizer is None:
         if options.tokenizer is not None and not Path(options.tokenizer).is_file():
             raise ValueError(f"--tokenizer {options.tokenizer} is no file; name a tokenizer.json")
@@ -123,14 +127,18 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
         raise ValueError(
             f"--end-of-text {options.end_of_text}: a tokenizer that is learned has one of its own; leave it out"
         )
-    from core.datasets.tokenizers.trained import train_tokenizer  # needs an extra
+    # needs an extra
+    from core.datasets.tokenizers.trained import train_tokenizer
 
     print(f"learning {options.train_tokenizer} tokens", file=sys.stderr, flush=True)
     # only cuts the input into texts; its tokens are not used
     reader = Encoder(
-        tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key
+        tokenizer=ByteTokenizer(),
+        dtype=np.dtype("<u2"),
+        end_of_text=None,
+        text_key=text_files.text_key,
     )
-    learned = train_tokenizer(text.texts(reader), options.train_tokenizer)
+    learned = train_tokenizer(text_files.texts(reader), options.train_tokenizer)
     if learned.vocab_size < options.train_tokenizer:
         print(
             f"the text has {learned.vocab_size} tokens to learn, not {options.train_tokenizer}",
@@ -139,23 +147,26 @@ def _tokenizer(options: argparse.Namespace, text: TextFiles) -> AnyTokenizer:
     return learned
 
 
-def _prepared(options: argparse.Namespace, text: TextFiles) -> CorpusFiles:
+def _prepared(options: argparse.Namespace, text_files: TextFiles) -> CorpusFiles:
     """What is written; raises `ValueError`, `ImportError`, `OSError`."""
-    chats = are_conversations(text.sources)
+    chats = are_conversations(text_files.sources)
     if chats and options.train_tokenizer is not None:
         raise ValueError(
             f"--train-tokenizer {options.train_tokenizer}: conversations fine-tune a model, whose tokenizer they "
             "need; give it by --tokenizer FOLDER/tokenizer.json, or leave both out for bytes"
         )
-    tokenizer = _tokenizer(options, text)
-    with progress("tokenising", text.num_bytes) as advance:
+    tokenizer = _tokenizer(options, text_files)
+    with progress("tokenising", text_files.num_bytes) as advance:
         if chats:
-            folder = None if options.tokenizer is None else Path(options.tokenizer).parent
+            if options.tokenizer is None:
+                folder = None
+            else:
+                folder = Path(options.tokenizer).parent
             return prepare_conversations(
-                text, options.output, tokenizer, template_folder=folder, advance=advance
+                text_files, options.output, tokenizer, template_folder=folder, advance=advance
             )
         return prepare_files(
-            text,
+            text_files,
             options.output,
             tokenizer,
             workers=options.workers,
@@ -215,7 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _terminate(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)  # unwinds, which removes temporary files and workers
+    # unwinds, which removes temporary files and workers
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -60,11 +60,13 @@ class TokenRange:
     last_token: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        first, last = self.first_document, self.last_document
+        first = self.first_document
+        last = self.last_document
         if not 0 <= first <= last <= self.file.num_documents:
             raise ValueError(
                 f"documents {first} to {last} of {self.file.prefix}, which has {self.file.num_documents}"
             )
+        # the way into a frozen dataclass; looked up once, because every read adds it
         object.__setattr__(self, "first_token", self.file.document_start(first))
         object.__setattr__(self, "last_token", self.file.document_start(last))
         if self.num_tokens < 0:
@@ -116,10 +118,13 @@ class TokenRange:
 def first_documents(source: TokenSource, num_tokens: int) -> TokenRange:
     """As many whole documents from the beginning of a text as have at most `num_tokens` tokens, at least one."""
     if isinstance(source, TokenRange):
-        file, first = source.file, source.first_document
+        file = source.file
+        first = source.first_document
     else:
         assert isinstance(source, TokenFile)
-        file, first = source, 0
+        file = source
+        first = 0
+    # document n begins where the n before it end, and beginnings ascend
     count = bisect_right(range(1, source.num_documents), num_tokens, key=source.document_start)
     return TokenRange(file, first, first + max(1, count))
 
@@ -133,7 +138,7 @@ def split_documents(
     tokens; a part with a weight has at least one document, a part without is None. Costs O(log documents).
     Raises `ValueError` on a bad split, or if there are fewer documents than parts.
     """
-    weights = _weights(split)
+    weights = _split_weights(split)
     requested = [weight > 0 for weight in weights]
     if file.num_documents < sum(requested):
         raise ValueError(
@@ -156,7 +161,7 @@ def split_documents(
     return train, valid, test
 
 
-def _weights(split: str) -> list[float]:
+def _split_weights(split: str) -> list[float]:
     """Three numbers, not all 0."""
     try:
         weights = [float(text) for text in split.split(",")]
@@ -181,7 +186,8 @@ def _nearest_boundary(file: TokenFile, fraction: float) -> int:
         return file.num_documents
     # the token lies in this document: its beginning or that of the next one is nearest
     before = file.document_at(token)
-    below, above = token - file.document_start(before), file.document_start(before + 1) - token
+    below = token - file.document_start(before)
+    above = file.document_start(before + 1) - token
     if below <= above:
         return before
     return before + 1

@@ -30,9 +30,11 @@ DTYPES = {
     code: np.dtype(name)
     for code, name in ((1, "u1"), (2, "i1"), (3, "<i2"), (4, "<i4"), (5, "<i8"))
 }
-DTYPES[8] = np.dtype("<u2")  # 6 and 7 are floating point: no token ids
+# 6 and 7 are floating point: no token ids
+DTYPES[8] = np.dtype("<u2")
 _REMEDY = "write it again with TokenFileWriter"
-_BLOCK = 1 << 20  # entries of a table, or tokens, that `verify` reads at a time
+# entries of a table, or tokens, that `verify` reads at a time
+_BLOCK = 1 << 20
 
 Array = npt.NDArray[np.integer]
 
@@ -107,13 +109,17 @@ class TokenFile:
 
     def _check_lengths(self) -> None:
         """Both ends of every table must meet; the middle is checked where it is read, see `document`."""
-        span = (int(self._indices[0]), int(self._indices[-1])) if self._indices.size else None
+        span = None
+        if self._indices.size:
+            span = (int(self._indices[0]), int(self._indices[-1]))
         if span != (0, self._lengths.size):
             raise ValueError(
                 f"{self._idx_path}: documents span sequences {span}, the file has 0 to "
                 f"{self._lengths.size}; {_REMEDY}"
             )
-        expected = self._end(self._lengths.size - 1) if self._lengths.size else 0
+        expected = 0
+        if self._lengths.size:
+            expected = self._end(self._lengths.size - 1)
         size = self._bin_path.stat().st_size
         if size != expected:
             raise ValueError(
@@ -303,7 +309,8 @@ class TokenFile:
 
     def smallest_and_largest(self, starts: Iterable[int], length: int) -> tuple[int, int]:
         """Of the tokens in blocks of `length` at `starts`, one block at a time; (0, 0) of none."""
-        minima, maxima = [], []
+        minima = []
+        maxima = []
         for start in starts:
             block = self._plain(self._tokens[start : start + length])
             if block.size:

@@ -30,7 +30,8 @@ from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _BLOCK = 1 << 20  # entries of a table that are written at a time
-_MAX_LENGTH = 2**31 - 1  # tokens of one sequence, in a table of i32
+# tokens of one sequence, in a table of i32
+_MAX_LENGTH = 2**31 - 1
 
 
 class TokenFileWriter:
@@ -77,7 +78,9 @@ class TokenFileWriter:
         self.vocab_size = vocab_size
         self.text_bytes = 0
         self.skipped: Counter[str] = Counter()
-        self._prefix, self._tokenizer, self._sources = prefix, tokenizer, tuple(sources)
+        self._prefix = prefix
+        self._tokenizer = tokenizer
+        self._sources = tuple(sources)
         self._end_of_text = end_of_text
         self._format = FORMAT_ANSWERS if marks_answers else FORMAT
         # .idx last: without it nothing opens
@@ -102,7 +105,9 @@ class TokenFileWriter:
         return self._num_tokens
 
     def __enter__(self) -> "TokenFileWriter":
-        self._lengths, self._num_tokens, self._digest = array("i"), 0, hashlib.sha256()
+        self._lengths = array("i")
+        self._num_tokens = 0
+        self._digest = hashlib.sha256()
         self._lock = take_lock(self._prefix)
         try:
             # without locks another writer may be alive: its temporary files stay
@@ -152,7 +157,8 @@ class TokenFileWriter:
             )
 
     def _write(self, tokens: Array, added: list[int], *, continued: bool) -> None:
-        if continued:  # the document was cut between two jobs of the preparation
+        # the document was cut between two jobs of the preparation
+        if continued:
             added[0] += self._lengths.pop()
         if added and max(added) > _MAX_LENGTH:
             raise ValueError(
@@ -177,7 +183,8 @@ class TokenFileWriter:
                     _flush(self._file)
                     self._commit()
         finally:
-            with contextlib.suppress(OSError):  # what is buffered may no longer fit
+            # what is buffered may no longer fit
+            with contextlib.suppress(OSError):
                 self._file.close()
             for path in self._temporary:
                 path.unlink(missing_ok=True)
@@ -199,9 +206,8 @@ class TokenFileWriter:
         # An old index must not survive beside new tokens: without .idx nothing opens, so it goes first
         # and its successor comes last.
         self._paths[3].unlink(missing_ok=True)
-        inherited = has_card(
-            self._prefix
-        )  # the card and tokenizer of an earlier file do not describe this one
+        # the card and tokenizer of an earlier file do not describe this one
+        inherited = has_card(self._prefix)
         for number, (temporary, path) in enumerate(zip(self._temporary, self._paths, strict=True)):
             if number in written:
                 temporary.replace(path)
@@ -231,8 +237,12 @@ class TokenFileWriter:
 
     def _write_index(self, path: Path) -> str:
         """The `.idx`, a block of a table at a time; returns the hash of its bytes."""
-        lengths = np.frombuffer(self._lengths, "i4") if self._lengths else np.zeros(0, "i4")
-        count, digest = lengths.size, hashlib.sha256()
+        if self._lengths:
+            lengths = np.frombuffer(self._lengths, "i4")
+        else:
+            lengths = np.zeros(0, "i4")
+        count = lengths.size
+        digest = hashlib.sha256()
         with path.open("wb") as file:
 
             def put(content: bytes) -> None:

@@ -11,13 +11,11 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import fields
 
 from core.dist_checkpointing.planning.cuts import check_layout
 from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
 from core.dist_checkpointing.publish.manifest import MANIFEST, SIGNATURE, read_manifest
-from core.dist_checkpointing.publish.retention import MODES, Retention
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.address import below
 from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
@@ -28,6 +26,7 @@ from core.dist_checkpointing.tools.offline import check_new, write_offline
 from core.dist_checkpointing.tools.reshard import GOOD_AMPLIFICATION, amplification, copy, cut_for
 from core.dist_checkpointing.tools.show import facts, text
 from core.dist_checkpointing.tools.sign import sign, unsigned
+from core.dist_checkpointing.tools.steps import add_step_commands
 
 PATH = (
     "a checkpoint, or a directory of steps, of which the newest is taken; or a URL (gs://, s3://)"
@@ -48,7 +47,8 @@ def find(path: str) -> str:
     say(f"{path}: the newest of {len(steps)} steps, {step_name(newest)}", error=True)
     try:
         return root.open(newest).address
-    except OSError:  # it cannot be read: the command that reads it reports why
+    except OSError:
+        # it cannot be read: the command that reads it reports why
         return below(root.files.address, step_name(newest))
 
 
@@ -72,7 +72,8 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    directory, begin = open_checkpoint_dir(find(options.path)), time.perf_counter()
+    directory = open_checkpoint_dir(find(options.path))
+    begin = time.perf_counter()
     problems = check(directory, digests=options.fast, full=not options.fast, jobs=options.jobs)
     if options.key and not problems:
         problems = unsigned(directory, options.key)
@@ -83,7 +84,9 @@ def _verify(options: argparse.Namespace) -> int:
         return 1
     files = read_manifest(directory).files
     size = size_text(sum(size for size, _ in files.values()))
-    verdict = "their sizes and digests are right" if options.fast else "every byte is right"
+    verdict = "every byte is right"
+    if options.fast:
+        verdict = "their sizes and digests are right"
     if options.key:
         verdict += f", signed by {options.key}"
     say(f"{directory.url}: {len(files)} files, {size}, {verdict}, {seconds:.1f} s")
@@ -107,11 +110,14 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _reshard(options: argparse.Namespace) -> int:
-    stored, tp, pp = StoredCheckpoint.open(find(options.source)), options.tp, options.pp
+    stored = StoredCheckpoint.open(find(options.source))
+    tp = options.tp
+    pp = options.pp
     check_layout({key: stored.info(key) for key in stored.keys}, tp, pp)
     if options.per_rank:
         return _write_per_rank(stored, options.destination, tp, pp)
-    begin, layout = time.perf_counter(), f"tp={tp} pp={pp}"
+    begin = time.perf_counter()
+    layout = f"tp={tp} pp={pp}"
     # is a copy worth it: bytes read over bytes needed, with the cells of today and with new ones
     metadata = cut_for(stored, tp)
     before, after = (amplification(stored, cut, tp, pp) for cut in (stored.metadata, metadata))
@@ -145,11 +151,9 @@ def _write_per_rank(stored: StoredCheckpoint, destination: str, tp: int, pp: int
 
 
 def _export(options: argparse.Namespace) -> int:
-    stored, begin, dtype = (
-        StoredCheckpoint.open(find(options.source)),
-        time.perf_counter(),
-        DTYPES[options.dtype],
-    )
+    stored = StoredCheckpoint.open(find(options.source))
+    begin = time.perf_counter()
+    dtype = DTYPES[options.dtype]
     total = sum(tensor.nbytes for tensor in tensors(stored, dtype))
     with progress("exporting", total) as done:
         exported = export(stored, options.destination, dtype, done)
@@ -164,12 +168,15 @@ def _average(options: argparse.Namespace) -> int:
         raise ValueError(
             f"average rounds to the dtype of the weights, and {error}: install torch"
         ) from None
-    stored, begin = StoredCheckpoint.open(find(options.source)), time.perf_counter()
+    stored = StoredCheckpoint.open(find(options.source))
+    begin = time.perf_counter()
     check_new(options.destination)
     nbytes = averaged_bytes(stored)
     with progress("averaging", nbytes) as done:
         copied = write_averaged(stored, options.destination, done)
-    as_they_are = f"; as they are, for they were not trained: {', '.join(copied)}" if copied else ""
+    as_they_are = ""
+    if copied:
+        as_they_are = f"; as they are, for they were not trained: {', '.join(copied)}"
     say(
         f"{options.destination}: the averaged weights, {_size_and_time(nbytes, begin)}, verified{as_they_are}"
     )
@@ -185,7 +192,8 @@ def _import(options: argparse.Namespace) -> int:
     # before hours of reading
     check_new(options.destination)
     imported = plan(options.source)
-    metadata, nbytes = imported.metadata, imported.nbytes
+    metadata = imported.metadata
+    nbytes = imported.nbytes
     with progress("importing", nbytes) as done:
         cells = imported.cells(metadata, done)
         write_offline(
@@ -197,52 +205,6 @@ def _import(options: argparse.Namespace) -> int:
         f"{len(metadata)} arrays, {len(imported.objects)} values, {len(imported.skipped)} left out"
     )
     say(f"{options.destination}: {counts}, {_size_and_time(nbytes, begin)}, verified")
-    return 0
-
-
-def _tag(options: argparse.Namespace) -> int:
-    root = CheckpointRoot(options.root)
-    if options.delete:
-        if options.name not in root.tags():
-            raise ValueError(
-                f"{root.url} has no tag {options.name}; tags there: {', '.join(root.tags()) or 'none'}"
-            )
-        root.untag(options.name)
-    elif options.name is not None:
-        if options.step is None and not root.steps():
-            raise FileNotFoundError(f"{options.root} holds no steps; give the directory above them")
-        root.tag(options.name, options.step if options.step is not None else root.steps()[-1])
-    for name, step in sorted(root.tags().items()):
-        print(f"{name} {step_name(step)}")
-    return 0
-
-
-def _prune(options: argparse.Namespace) -> int:
-    root = CheckpointRoot(options.root)
-    rules = {field.name: getattr(options, field.name) for field in fields(Retention)}
-    # an object store shows no age of heartbeats: they are watched for a while
-    root.watch()
-    if not root.steps() and not root.leftovers(thorough=True):
-        raise FileNotFoundError(
-            f"{options.root} holds no steps, nor what killed jobs left; give the directory above"
-        )
-    if options.dry_run:
-        removed, verb, swept = root.surplus(**rules), "would remove", root.leftovers(thorough=True)
-    else:
-        lock = root.lock()
-        try:
-            swept = root.sweep(
-                thorough=True
-            )  # first: it makes the index of an object store complete
-            removed, verb = root.retain(**rules), "removed"
-        finally:
-            lock.release()
-    for name in [*map(step_name, removed), *swept]:
-        say(f"{verb} {name}")
-    remaining = len(set(root.steps()) - set(removed))
-    say(
-        f"{root.url}: {verb} {len(removed)} steps, {remaining} {'would be' if options.dry_run else 'are'} kept"
-    )
     return 0
 
 
@@ -288,10 +250,12 @@ def _parser() -> argparse.ArgumentParser:
     diff.set_defaults(run=_diff)
 
     _add_writing_commands(commands)
+    add_step_commands(commands)
     return parser
 
 
 def _add_writing_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Commands that make another checkpoint, or files for other programs."""
     reshard = commands.add_parser(
         "reshard", help="a copy for another layout, if one is needed at all"
     )
@@ -310,34 +274,6 @@ def _add_writing_commands(commands: "argparse._SubParsersAction[argparse.Argumen
         help="weights as mp_rank_XX/*.safetensors, for other programs",
     )
     reshard.set_defaults(run=_reshard)
-
-    prune = commands.add_parser("prune", help="remove old steps, and what killed jobs left")
-    prune.add_argument("root", help="a directory of steps, or a URL")
-    prune.add_argument(
-        "--keep-last", type=int, required=True, metavar="N", help="newest steps to keep"
-    )
-    prune.add_argument("--keep-every", type=int, metavar="N", help="keep multiples of N too")
-    prune.add_argument("--keep-hours", type=float, metavar="H", help="keep one per H hours too")
-    prune.add_argument(
-        "--keep-best", metavar="METRIC", help="keep those with the smallest values of a metric too"
-    )
-    prune.add_argument(
-        "--keep-best-count", type=int, default=1, metavar="N", help="how many (default 1)"
-    )
-    prune.add_argument(
-        "--keep-best-mode", choices=MODES, default="min", help="max: the largest values"
-    )
-    prune.add_argument("--dry-run", action="store_true", help="only say what would go")
-    prune.set_defaults(run=_prune)
-
-    tag = commands.add_parser(
-        "tag", help="let a name stand for a step, which is then kept; without a name: list them"
-    )
-    tag.add_argument("root", help="a directory of steps, or a URL")
-    tag.add_argument("name", nargs="?", help="letters, digits, _.=+-")
-    tag.add_argument("--step", type=int, metavar="N", help="default: the newest")
-    tag.add_argument("--delete", action="store_true", help="remove the tag, not the step")
-    tag.set_defaults(run=_tag)
 
     export_parser = commands.add_parser("export", help="the model's weights in another format")
     export_parser.add_argument("source", help=PATH)

@@ -1,8 +1,6 @@
 """The checkpoints of a training run: steps in one directory, saved beside the training, found after anything."""
 
 import contextlib
-import logging
-import os
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -27,8 +25,13 @@ from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step
 from core.dist_checkpointing.publish.lock import Lock
 from core.dist_checkpointing.publish.retention import Retention, checked_metrics
 from core.dist_checkpointing.reading.loading import load
-from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
-from core.dist_checkpointing.writing.async_save import BackgroundCall, SaveStats, WriterProgram
+from core.dist_checkpointing.reading.newest import load_newest
+from core.dist_checkpointing.writing.async_save import (
+    BackgroundCall,
+    SaveStats,
+    WriterProgram,
+    log_file,
+)
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.saving import Saver
 from core.dist_checkpointing.writing.slab import aligned
@@ -38,17 +41,15 @@ from core.parallel_state.config import raise_all
 from core.parallel_state.environment import has_streams
 from core.parallel_state.flat import volume
 
-log = logging.getLogger(__name__)
-
-# steps that another job may remove while this one reads, before it gives up: that job saves faster than this reads
-_MAX_REMOVED_STEPS = 10
-
 
 class SaveHandle:
     """An asynchronous save under way. `stats.stall_ms` is what it cost the loop."""
 
     def __init__(self, step: int, manager: "CheckpointManager", job: Job, stats: SaveStats) -> None:
-        self.step, self.stats, self._manager, self._job = step, stats, manager, job
+        self.step = step
+        self.stats = stats
+        self._manager = manager
+        self._job = job
 
     def done(self) -> bool:
         """Whether it is over, committed or failed, on this rank."""
@@ -94,12 +95,10 @@ class CheckpointManager:
         )
         self.ps = ps if ps is not None else default_state()
         self.share_reads = share_reads
-        self.root, self.when_busy, self.stale_s, self.timeout_s = (
-            str(root),
-            when_busy,
-            stale_s,
-            timeout_s,
-        )
+        self.root = str(root)
+        self.when_busy = when_busy
+        self.stale_s = stale_s
+        self.timeout_s = timeout_s
         self._saver = Saver(
             self.root,
             self.ps,
@@ -120,7 +119,8 @@ class CheckpointManager:
         self._handle: SaveHandle | None = None
         self._copy: BackgroundCall | CopyBesideStep | None = None
         self._stage: PinnedStage | None = None  # of an accelerator
-        self._failure: str | None = None  # of a save in the background, until it is raised once
+        # of a save in the background, until it is raised once
+        self._failure: str | None = None
         self._entered = False
 
     def note(self, facts: Mapping[str, Any]) -> None:
@@ -172,7 +172,8 @@ class CheckpointManager:
         save is under way, and `when_busy` says to skip. metrics: as `save`. Raises what went wrong with the save
         before, on all ranks.
         """
-        begin, manifest_metrics = time.perf_counter(), checked_metrics(metrics)
+        begin = time.perf_counter()
+        manifest_metrics = checked_metrics(metrics)
         self._enter_root()
         if self.when_busy == "skip" and self._busy():
             return None
@@ -180,7 +181,8 @@ class CheckpointManager:
         save_plan = self._saver.prepare(state, self._obstacle())
         job = self._saver.job(step_name(step), save_plan, manifest_metrics)
         stats = SaveStats(bytes=self._slab_bytes(save_plan))
-        ps, beside = self.ps, list[CopyBesideStep]()
+        ps = self.ps
+        beside = list[CopyBesideStep]()
 
         def start() -> None:
             self._program().start(stats.bytes)
@@ -200,7 +202,8 @@ class CheckpointManager:
             program.copy(exchanged)
             for copy in beside:
                 copy.start(program.copy, partial(program.begin, job))
-        except BaseException:  # an interrupt, too: nothing was handed over
+        except BaseException:
+            # an interrupt, too: nothing was handed over
             with contextlib.suppress(OSError, ValueError):
                 job.withdraw()
             raise
@@ -223,17 +226,18 @@ class CheckpointManager:
         """
         if isinstance(self._copy, CopyBesideStep):
             self._copy.before_update()
-        if (
-            self._copy is not None and self._copy.done()
-        ):  # a copy that failed ends the save now, on all ranks
+        # a copy that failed ends the save now, on all ranks
+        if self._copy is not None and self._copy.done():
             self._finish_copy()
 
     def _finish_copy(self) -> None:
         """Block until the last `save_async` has copied everything and handed it over, or failed."""
         if self._copy is not None:
-            copy, self._copy = self._copy, None
+            copy = self._copy
+            self._copy = None
             problem = problem_of(copy.wait)
-            if problem is not None:  # nothing was handed over to the writer: this save is over
+            # nothing was handed over to the writer: this save is over
+            if problem is not None:
                 self._end_save(f"{type(problem).__name__}: {problem}")
 
     def _copy_beside(self, save_plan: SavePlan) -> CopyBesideStep | None:
@@ -302,10 +306,12 @@ class CheckpointManager:
     def _end_save(self, error: str | None) -> None:
         """The save under way has ended; after a failure the other ranks' writers, which may wait, end it too."""
         assert self._handle is not None
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._handle = None
         if error is not None:
             self._failure = f"the save of step {handle.step} failed: {error}"
-            with contextlib.suppress(OSError):  # the temporary may be gone
+            # the temporary may be gone
+            with contextlib.suppress(OSError):
                 if self.ps.rank == 0:
                     handle._job.abandon()
                 else:
@@ -320,7 +326,8 @@ class CheckpointManager:
         return failure
 
     def _take_failure(self) -> str | None:
-        failure, self._failure = self._failure, None
+        failure = self._failure
+        self._failure = None
         return failure
 
     def _raise_failure(self) -> None:
@@ -352,8 +359,9 @@ class CheckpointManager:
             except FileNotFoundError as error:
                 raise ValueError(str(error)) from error
 
+        # rank 0 looks for all: another rank's view of the directory may lag behind
         address = from_first(find, self.ps)
-        return load(template, address, strict=strict, ps=self.ps, share_reads=self.share_reads)
+        return self._read(address, template, strict=strict)
 
     def load_latest(self, template: Any, *, strict: bool = True) -> tuple[int, Any]:
         """(step, state) of the newest step that verifies; damaged ones are left out, with a warning naming the file.
@@ -369,32 +377,17 @@ class CheckpointManager:
 
         self._wait_for_save()
         # rank 0 lists the steps for all: directories of other hosts may lag behind
-        steps, problems = from_first(find, self.ps), dict[int, str]()
-        while untried := [step for step in steps if step not in problems]:
-            step = untried[-1]
-            try:
-                address = from_first(partial(self._address_of, step), self.ps)
-                return step, load(
-                    template, address, strict=strict, ps=self.ps, share_reads=self.share_reads
-                )
-            except (DamagedCheckpoint, FileNotFoundError) as error:
-                problems[step] = f"step {step}: {error}"
-            steps = from_first(self.steps, self.ps)
-            if step in steps:
-                next_try = "is damaged, falling back to the one before"
-            else:
-                next_try = "was removed, looking again"
-            log.warning("checkpoint %s %s: %s", step_name(step), next_try, problems[step])
-            if len(problems.keys() - set(steps)) > _MAX_REMOVED_STEPS:
-                break
-        if not problems:
-            raise FileNotFoundError(
-                f"{self.root} has no checkpoint; start afresh, or look for the right directory"
-            )
-        details = "\n".join(problems.values())
-        raise DamagedCheckpoint(
-            f"none of the {len(problems)} steps in {self.root} is whole:\n{details}"
+        return load_newest(
+            self.root,
+            from_first(find, self.ps),
+            list_steps=lambda: from_first(self.steps, self.ps),
+            load_step=lambda step: self._read(
+                from_first(partial(self._address_of, step), self.ps), template, strict=strict
+            ),
         )
+
+    def _read(self, address: str, template: Any, *, strict: bool) -> Any:
+        return load(template, address, strict=strict, ps=self.ps, share_reads=self.share_reads)
 
     def _address_of(self, step: int) -> str:
         """Where a step lies. FileNotFoundError: there is none. DamagedCheckpoint: what leads to it cannot be read."""
@@ -403,13 +396,3 @@ class CheckpointManager:
         except (OSError, ValueError) as error:
             kind = DamagedCheckpoint if step in self.steps() else FileNotFoundError
             raise kind(str(error)) from error
-
-
-def log_file(root: str, rank: int) -> str | None:
-    """The log file of a rank's writer program; None beside an object store."""
-    directory = CheckpointRoot(root).files
-    if not isinstance(directory, PosixCheckpointDir):
-        return None
-    folder = os.path.join(directory.path, ".logs")
-    os.makedirs(folder, exist_ok=True)
-    return os.path.join(folder, f"writer-{rank:05d}.log")

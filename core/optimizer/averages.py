@@ -26,7 +26,10 @@ class Averages:
         return ()
 
     def _begin_average(self, state_buffers: Sequence[StateBuffer], decay: float) -> None:
-        self._average = WeightAverage(state_buffers, decay) if decay else None
+        if decay:
+            self._average = WeightAverage(state_buffers, decay)
+        else:
+            self._average = None
 
     def _update_average(self, found_inf: Tensor) -> None:
         if self._average is not None:

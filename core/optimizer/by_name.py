@@ -40,7 +40,8 @@ def groups_by_name(config: OptimizerConfig, names: Iterable[str]) -> list[dict[s
         members.setdefault(key, []).append(name)
     groups: list[dict[str, Any]] = []
     for rate, decay in product((None, *config.lr_multipliers), (None, *config.weight_decays)):
-        if rate is None and decay is None:  # group 0, which takes the rest
+        # group 0, which takes the rest
+        if rate is None and decay is None:
             continue
         group: dict[str, Any] = {"names": members.get((rate, decay), []), "may_be_empty": True}
         if rate is not None:

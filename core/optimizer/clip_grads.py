@@ -35,7 +35,7 @@ def _as_list(parameters: Parameters) -> list[Tensor]:
     return list(parameters)
 
 
-def _held(parameters: Sequence[Tensor]) -> list[ParameterSlot]:
+def _slots_of(parameters: Sequence[Tensor]) -> list[ParameterSlot]:
     """Where a `DataParallel` keeps the gradients of these parameters; of no `DataParallel` none.
 
     Raises ValueError: it holds some of them only; gradients that some other object of the program's keeps.
@@ -71,10 +71,10 @@ def get_grad_norm(
     parameters: this rank's, or a module. norm_type: as torch's; inf is the largest element. The gradients must be
     summed over the data axes already (DDP does it in backward; a `DataParallel` now). One all-gather (inf:
     all-reduce) over the world; of a `DataParallel`'s parameters all-reduces over the data, tensor and pipeline ranks.
-    Raises ValueError: see `_held`.
+    Raises ValueError: see `_slots_of`.
     """
     local_parameters = _as_list(parameters)
-    if slots := _held(local_parameters):
+    if slots := _slots_of(local_parameters):
         return _norm_in_buckets(slots, norm_type)
     ps = parallel if parallel is not None else current_state()
     gradients = []
@@ -93,7 +93,8 @@ def get_grad_norm(
     norms = [
         torch.linalg.vector_norm(gradient, norm_type).double().reshape(1) for gradient in gradients
     ]
-    zero = torch.zeros(1, dtype=torch.float64, device=ps.device)  # of a rank that counts nothing
+    # of a rank that counts nothing
+    zero = torch.zeros(1, dtype=torch.float64, device=ps.device)
     if math.isinf(norm_type):
         return all_reduce(torch.cat([zero, *norms]).max().reshape(1), ps.world, "max")[0]
     total = torch.cat([zero, *norms]).pow(norm_type).sum().reshape(1)
@@ -107,7 +108,8 @@ def _norm_in_buckets(slots: Sequence[ParameterSlot], order: float) -> Tensor:
     slots[0].request_values()
     with_gradient = [slot for slot in slots if slot.parameter.grad is not None]
     meet(with_gradient, f"a norm of order {order}")
-    counted = []  # of a table tied over the pipeline's ends one rank's
+    # of a table tied over the pipeline's ends one rank's
+    counted = []
     for slot, norm in zip(with_gradient, global_norms(with_gradient, order), strict=True):
         if (
             "embedding" not in layout_of(slot.parameter).partial
@@ -142,7 +144,7 @@ def clip_grad_norm_(
             f"the norm of order {norm_type} of the model's gradients is {norm.item()}: they cannot be clipped; set "
             "error_if_nonfinite=False to scale by it anyway"
         )
-    if slots := _held(local_parameters):
+    if slots := _slots_of(local_parameters):
         factor = torch.clamp(max_norm / (norm + CLIP_EPS), max=1.0)
         for slot in slots:
             if slot.parameter.grad is not None:
@@ -166,7 +168,10 @@ class GradScaler(torch.amp.GradScaler):
     def _check_scale_growth_tracker(self, funcname: str) -> Any:
         """In a pipeline the last stage alone has called `scale`; the others unscale and step as well."""
         if self._scale is None:
-            ps = self._parallel if self._parallel is not None else current_state()
+            if self._parallel is not None:
+                ps = self._parallel
+            else:
+                ps = current_state()
             self._lazy_init_scale_growth_tracker(ps.device)
         return super()._check_scale_growth_tracker(funcname)
 
@@ -178,11 +183,13 @@ class GradScaler(torch.amp.GradScaler):
             # gradients in buckets: found_inf is of all ranks already
             return super()._unscale_grads_(optimizer, *args)
         found_inf: dict[torch.device, Tensor] = super()._unscale_grads_(optimizer, *args)
-        ps = self._parallel if self._parallel is not None else current_state()
+        if self._parallel is not None:
+            ps = self._parallel
+        else:
+            ps = current_state()
         flag = torch.zeros(1, dtype=torch.float32, device=ps.device)
         for device_flag in found_inf.values():
             flag = torch.maximum(flag, device_flag.to(ps.device).reshape(1))
-        all_reduce(
-            flag, ps.world, "max"
-        )  # one rank's overflow skips the step on all, so weights stay equal
+        # one rank's overflow skips the step on all, so weights stay equal
+        all_reduce(flag, ps.world, "max")
         return {device: flag[0].to(device) for device in found_inf or {ps.device: flag}}

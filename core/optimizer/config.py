@@ -10,9 +10,8 @@ from core.parallel_state.config import raise_all
 OPTIMIZERS = ("adamw", "sgd", "muon", "lion")
 MUON_LR_SCALES = ("match_rms_adamw", "original")
 DECAY_CHOICES = ("matrices", "all")
-MOST_STEPS = (
-    1 << 62
-)  # step counts are multiplied by fractions, in floats: larger ones lose precision
+# step counts are multiplied by fractions, in floats: larger ones lose precision
+MOST_STEPS = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +122,7 @@ class OptimizerConfig:
             object.__setattr__(self, "freeze", (self.freeze,))
         raise_all("OptimizerConfig", self._rules())
 
-    def _rules(self) -> Iterator[tuple[bool, str]]:
+    def _schedule_rules(self) -> Iterator[tuple[bool, str]]:
         known = (*LR_SCHEDULES, *SCHEDULES)
         yield (
             self.lr_schedule in known,
@@ -135,7 +134,8 @@ class OptimizerConfig:
                 f"lr_schedule={self.lr_schedule} has its own fields and takes 0 lr_schedule_options, "
                 f"{len(self.lr_schedule_options)} given ({', '.join(self.lr_schedule_options)}); leave them out",
             )
-        share, decay = self.lr_warmup_fraction, self.lr_decay_steps
+        share = self.lr_warmup_fraction
+        decay = self.lr_decay_steps
         yield 0 <= share < 1, f"lr_warmup_fraction={share} must be at least 0 and below 1"
         yield (
             not share
@@ -149,10 +149,14 @@ class OptimizerConfig:
         for name in too_large:
             yield False, f"{name}={getattr(self, name)} must be at most 2**62"
         if self.lr_schedule in known and not too_large:
+            # a schedule checks its own fields when it is made
             try:
-                _ = self.learning_rate  # a schedule checks its own fields when it is made
+                _ = self.learning_rate
             except ValueError as error:
                 yield False, str(error)
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield from self._schedule_rules()
         yield self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0"
         decay_of = self.weight_decay_of
         yield (
@@ -223,11 +227,8 @@ class OptimizerConfig:
             "sgd": ("momentum_buffer",) if self.first_momentum else (),
             "lion": ("exp_avg",),
         }
-        muon = (
-            "momentum_buffer",
-            "exp_avg",
-            "exp_avg_sq",
-        )  # hidden matrices the first, others the rest
+        # hidden matrices the first, others the rest
+        muon = ("momentum_buffer", "exp_avg", "exp_avg_sq")
         return kinds.get(self.optimizer, muon) + (("ema",) if self.ema_decay else ())
 
     @property

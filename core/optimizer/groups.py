@@ -38,12 +38,14 @@ class Groups:
         *,
         spares: bool,
     ) -> None:
-        self._schedule, self._kind = config.learning_rate, config.lr_schedule
+        self._schedule = config.learning_rate
+        self._kind = config.lr_schedule
         self.leaves_out_skipped = self._schedule.leaves_out_skipped
         self._known_options = defaults.keys()
         named = shard.named_parameters()
         self.number_of = dict.fromkeys(named, 0)
         self.all: list[dict[str, Any]] = [dict(defaults)]
+        # group 0 is the configuration's own
         for number, stated in enumerate(group_options, 1):
             options = {
                 key: value
@@ -120,6 +122,7 @@ class Groups:
                     "the optimizer is made, set lr to 0, or freeze them with requires_grad_(False)"
                 )
         self._warn_of_partial_decay()
+        # compared with what was set last: a scheduler of torch's writes into the same dicts
         if self._follows_schedule and [group["lr"] for group in self.all] != self._rates_set:
             self._follows_schedule = False
             warnings.warn(
@@ -150,6 +153,7 @@ class Groups:
         for group in self.all:
             if any(isinstance(value, Tensor) for key, value in group.items() if key != "params"):
                 return 0.0
+        # 32 bits: float64, in which it travels with the norm, holds them exactly
         return float(zlib.crc32(repr(self.state()).encode()))
 
     @property
@@ -161,7 +165,8 @@ class Groups:
         """`state`, if anybody has changed it since this was made; else nothing: a configuration may state it anew."""
         state = self.state()
         expected = self._first_state
-        if not self.rates_from_outside:  # the schedule's own rates are no change
+        # the schedule's own rates are no change
+        if not self.rates_from_outside:
             pairs = zip(self._first_state, state, strict=True)
             expected = [{**first, "lr": current["lr"]} for first, current in pairs]
         if state != expected:

@@ -104,7 +104,8 @@ class ShardedMuon(ShardedOptimizer):
 
     def _own(self, matrix: Matrix) -> tuple[StateBuffer, slice]:
         """Where this rank's piece of a matrix lies."""
-        data_ranks, first = matrix.data_ranks, matrix.buffer.updated_interval[0]
+        data_ranks = matrix.data_ranks
+        first = matrix.buffer.updated_interval[0]
         start, stop = matrix.piece(0 if data_ranks is None else data_ranks.rank)
         return self._state_buffer_of[id(matrix.buffer)], slice(start - first, stop - first)
 
@@ -113,11 +114,13 @@ class ShardedMuon(ShardedOptimizer):
         state_buffer, own = self._own(matrix)
         gradient = state_buffer.gradients[own]
         if gradient.numel() == 0 or matrix.name in self._reached.left_out:
-            return torch.zeros_like(gradient, dtype=torch.bfloat16)  # sent, and not used
+            # sent, and not used
+            return torch.zeros_like(gradient, dtype=torch.bfloat16)
         momentum = state_buffer.states["momentum_buffer"][own]
         scale = factor.divisor.reciprocal().to(momentum.dtype)
         gradient = gradient.to(momentum.dtype) * scale
         mu = self._options_of(matrix)["momentum"]
+        # torch.optim.Muon's form, (1 - mu) G: what is orthogonalised may have any scale
         momentum.lerp_(gradient, 1 - mu)
         return gradient.lerp_(momentum, mu).bfloat16()
 
@@ -125,11 +128,13 @@ class ShardedMuon(ShardedOptimizer):
         """Decay this rank's piece of the main weights, and subtract the orthogonal matrix's."""
         if orthogonal.numel() == 0 or matrix.name in self._reached.left_out:
             return
-        options, number = self._options_of(matrix), self._groups.number_of[matrix.name]
+        options = self._options_of(matrix)
+        number = self._groups.number_of[matrix.name]
         state_buffer, own = self._own(matrix)
         main = state_buffer.updated
         assert main is not None
-        lr, main = float(options["lr"]), main[own]
+        lr = float(options["lr"])
+        main = main[own]
         if number in self._groups.decay_everything or self._decays(matrix.name, matrix.layout):
             main.mul_(1 - lr * options["weight_decay"])
         main.add_(orthogonal, alpha=-lr * self._rate_share(*matrix.rows_and_columns))
@@ -149,7 +154,10 @@ def newton_schulz(matrix: Tensor) -> Tensor:
 
     As torch.optim.Muon, bit for bit: five quintic iterations, a X + (b A + c A^2) X with A = X X^T.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
+    a = 3.4445
+    b = -4.7750
+    c = 2.0315
+    # so that X X^T is the smaller one of the two products
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp(min=1e-7)
@@ -174,10 +182,11 @@ def _output_layer(shard: DataParallel, candidates: dict[str, Parameter]) -> set[
     stated_ids: set[int] = set()
     for stage in modules_of(shard.module).values():
         for module in stage.modules():
-            get_output_embeddings = getattr(
-                module, "get_output_embeddings", None
-            )  # transformers' models have it
-            head = get_output_embeddings() if callable(get_output_embeddings) else None
+            # transformers' models have it
+            get_output_embeddings = getattr(module, "get_output_embeddings", None)
+            head = None
+            if callable(get_output_embeddings):
+                head = get_output_embeddings()
             if head is not None:
                 stated_ids.update(id(parameter) for parameter in head.parameters())
     outputs = {
@@ -185,6 +194,7 @@ def _output_layer(shard: DataParallel, candidates: dict[str, Parameter]) -> set[
     }
     if not outputs and candidates:
         in_order = [name for name, _ in named_parameters(shard.module) if name in candidates]
+        # by convention the last layer outputs logits
         outputs = {in_order[-1]}
     return outputs
 
@@ -196,6 +206,7 @@ def _hidden_matrices(shard: DataParallel, hidden: Decays | None) -> set[str]:
     if hidden is not None:
         return {name for name, p in matrices.items() if hidden(name, layout_of(p))}
     embeddings = _parameters_of_kind(shard, nn.Embedding, nn.EmbeddingBag)
+    # a model of ours says itself which layers are hidden
     if stacks := tuple(f"{name}." for name in named_stacks(shard.module)):
         return {name for name in matrices if name.startswith(stacks) and name not in embeddings}
     candidates = {name: p for name, p in matrices.items() if name not in embeddings}

@@ -4,7 +4,7 @@ This is mixed-precision training with float32 main (master) weights and ZeRO's d
 (arXiv 1910.02054): unscaling, averaging and gradient clipping are one factor inside the fused update.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import DataParallel
-from core.optimizer.averages import Averages
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import GroupOptions, Groups
+from core.optimizer.saved import SavedStates
 from core.optimizer.state.flat_shard import (
     Decays,
     Span,
@@ -26,18 +26,10 @@ from core.optimizer.state.kernels import Batch, Factor, Kernel
 from core.optimizer.state.main_dtype import main_dtype
 from core.optimizer.state.offload import Offload
 from core.optimizer.state.rounding import Rounding
-from core.optimizer.state.sharded_states import (
-    OptimizerShard,
-    States,
-    checkpoint_states,
-    load_states,
-    optimizer_shards,
-)
 from core.optimizer.state.state_buffers import (
     StateBuffer,
     allocate_states,
     make_state_buffers,
-    state_bytes,
 )
 from core.optimizer.state.streamed import Streamer
 from core.optimizer.step.loss_scale import LossScale
@@ -46,11 +38,10 @@ from core.optimizer.step.skips import Skips
 from core.optimizer.step.spikes import Spikes
 from core.optimizer.step.step_stats import CLIP_EPS, StepStats
 from core.optimizer.step.watch import GradientWatch
-from core.optimizer.torch_face import TorchFace
 from core.parallel_state.layout import Layout
 
 
-class ShardedOptimizer(Averages, TorchFace):
+class ShardedOptimizer(SavedStates):
     """An update (`kernel`) over the flat buffers of a `DataParallel`, at any ZeRO stage and in one process, too.
 
     A torch.optim.Optimizer: param_groups, schedulers, closures, hooks and `zero_grad` mean what they do there.
@@ -80,7 +71,9 @@ class ShardedOptimizer(Averages, TorchFace):
         offload: Offload | None = None,
         groups: GroupOptions = (),
     ) -> None:
-        self.shard, self.ps, self.config = shard, shard.ps, config
+        self.shard = shard
+        self.ps = shard.ps
+        self.config = config
         self.step_count = 0
         self._gradients_used = False
         device = self.ps.device
@@ -152,18 +145,6 @@ class ShardedOptimizer(Averages, TorchFace):
         return float(self.param_groups[0]["lr"])
 
     @property
-    def rate_step(self) -> int:
-        """What the rate follows: `step_count`; of float16 under DeepSpeed's schedules without the skipped ones."""
-        if self._scaler is not None and self._groups.leaves_out_skipped:
-            return self.step_count - self.skipped_steps
-        return self.step_count
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many of `step_count` were skipped (waits for the device)."""
-        return self._skips.count
-
-    @property
     def loss_scale(self) -> float | Tensor:
         """What the next loss is to be multiplied by: of float16 weights a float64 tensor of shape [], else 1.
 
@@ -199,7 +180,8 @@ class ShardedOptimizer(Averages, TorchFace):
         Raises ValueError: a second step on the same gradients. RuntimeError: see `max_skipped_steps`.
         """
         if callable(num_tokens):
-            closure, num_tokens = num_tokens, None
+            closure = num_tokens
+            num_tokens = None
         with torch.enable_grad():
             loss = None if closure is None else closure()
         stats = self._one_step(num_tokens, loss_scale)
@@ -222,40 +204,42 @@ class ShardedOptimizer(Averages, TorchFace):
             shard.finish()
         shard.take_weights()
         changes_by_hand = shard.take_gradients()
-        if self.step_count == 0:  # weights may have been loaded or written since this was made
+        # weights may have been loaded or written since this was made
+        if self.step_count == 0:
             self.begin_average()
 
         # The divisor: tokens (or replicas) times loss scale.
         if self._scaler is not None and loss_scale is None:
             loss_scale = self._scaler.divisor()
         divisor = self._number(shard.default_divisor if num_tokens is None else num_tokens)
-        replicas, all_replicas = shard.replicas, self.ps.size("dp-cp")
-        if (
-            num_tokens is not None and replicas != all_replicas
-        ):  # somebody's read of p.grad has averaged them already
+        replicas = shard.replicas
+        all_replicas = self.ps.size("dp-cp")
+        # somebody's read of p.grad has averaged them already
+        if num_tokens is not None and replicas != all_replicas:
             divisor = divisor * (replicas / all_replicas)
         if loss_scale is not None:
             divisor = divisor * self._number(loss_scale)
 
         # The norm. Who lacks a gradient, and what ranks must agree on, travel with it: one collective for all.
         missing = shard.missing
-        bits, options = self._reached.message(missing), self._groups.fingerprint()
+        bits = self._reached.message(missing)
+        options = self._groups.fingerprint()
         message = shard.agreement.message(bits, options, changes_by_hand, step=self.step_count + 1)
         squared, rows = self._watch.squared_norm(message)
         norm = squared.sqrt() / divisor.abs()
+        # one bad gradient on any rank makes the norm, which all ranks share, bad: all skip alike
         found_inf = ~torch.isfinite(norm)
         self._watch.remember(found_inf)
         shard.agreement.compare(rows, self.step_count)
         is_spike, median_norm = self._spikes.look(norm)
         skipped = found_inf | is_spike
         if self._reached.update(rows, missing, skipped):
-            for state_buffer in self._state_buffers:
-                state_buffer.recut(self._key_of)
-            self._batches = None
+            self._recut()
 
         # Gradient clipping: a larger divisor.
         if self.config.clip_grad > 0:
             divisor = divisor / (self.config.clip_grad / (norm + CLIP_EPS)).clamp(max=1.0)
+        # the kernel itself leaves everything as it was in a step that is skipped
         self._update(divisor, skipped)
         self._update_average(skipped)
         self._gradients_used = True
@@ -264,6 +248,12 @@ class ShardedOptimizer(Averages, TorchFace):
         stats = StepStats(norm, found_inf, skipped, median_norm)
         self._count_step(stats, scaled=loss_scale is not None)
         return stats
+
+    def _recut(self) -> None:
+        """Parameters have changed the way in which they are updated: other runs of elements, other batches."""
+        for state_buffer in self._state_buffers:
+            state_buffer.recut(self._key_of)
+        self._batches = None
 
     def _number(self, value: float | Tensor) -> Tensor:
         """float64, shape [], on the device; numbers are filled in there, a copy from the host would wait."""
@@ -274,6 +264,7 @@ class ShardedOptimizer(Averages, TorchFace):
     def _update(self, divisor: Tensor, skipped: Tensor) -> None:
         self._groups.check()
         self._groups.follow(self.rate_step)
+        # on the device: whether this step counts is not known on the host
         self._step += 1 - skipped.float()
         factor = Factor(divisor, skipped.float(), self._step)
         for state_buffer in self._state_buffers:
@@ -299,6 +290,7 @@ class ShardedOptimizer(Averages, TorchFace):
 
     def _apply(self, batch: Batch, factor: Factor, key: UpdateKey) -> None:
         options = self.param_groups[key.group]
+        # Adam's bias correction counts a parameter's own updates
         if key.behind:
             factor = replace(factor, step=factor.step - key.behind)
         self.kernel(batch, factor, options, options["weight_decay"] if key.decays else 0.0)
@@ -307,7 +299,8 @@ class ShardedOptimizer(Averages, TorchFace):
         """Stochastic rounding of elements `span`; what belongs to no parameter (padding) is rounded to nearest."""
         rounded = mains.to(torch.bfloat16)
         for shard in state_buffer.parameter_shards:
-            first, last = max(shard.span[0], span[0]), min(shard.span[1], span[1])
+            first = max(shard.span[0], span[0])
+            last = min(shard.span[1], span[1])
             if first < last:
                 elements = slice(first - span[0], last - span[0])
                 start = shard.interval[0] + first - shard.span[0]
@@ -323,7 +316,8 @@ class ShardedOptimizer(Averages, TorchFace):
             for b in self._state_buffers
             if b.main is not None and (b.direct or all_buffers)
         ]
-        if pairs:  # one call: on an accelerator one pass over all buckets
+        # one call: on an accelerator one pass over all buckets
+        if pairs:
             torch._foreach_copy_([weights for weights, _ in pairs], [main for _, main in pairs])
 
     def _count_step(self, stats: StepStats, *, scaled: bool) -> None:
@@ -348,99 +342,3 @@ class ShardedOptimizer(Averages, TorchFace):
         """Forget all gradients; see `DataParallel.zero_grad`."""
         self.shard.zero_grad(set_to_none)
         self._gradients_used = False
-
-    # states and checkpoints
-
-    @torch.no_grad()
-    def reload_parameters(self) -> None:
-        """Take the main weights, and their average, from the weights again, after these were changed by hand."""
-        for state_buffer in self._state_buffers:
-            if state_buffer.main is not None:
-                state_buffer.main.copy_(state_buffer.weights)
-        self.begin_average()
-
-    def states(self, *, own_mains: bool = True) -> dict[str, dict[str, OptimizerShard]]:
-        """name -> kind ("main" and the update's) -> this rank's shard; live views, at stage 0 of full local tensors,
-        else of intervals. A parameter that an offload's fraction cuts is a joined copy in host memory.
-
-        own_mains: "main" also of weights that are their own main weights.
-        With `step_count`, `skipped_steps` and the loss scale this is everything that a step depends on.
-        """
-        self._refuse_lent("its states would be those of other weights")
-        full_shapes = self.shard.zero_stage == 0
-        return optimizer_shards(
-            self._state_buffers, self.ps, full_shapes=full_shapes, own_mains=own_mains
-        )
-
-    def memory(self) -> tuple[int, int]:
-        """Bytes of the states and main weights: on the weights' device, and offloaded."""
-        return state_bytes(self._state_buffers)
-
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """All states and counts, for `dist_checkpointing.save` and `load`; live memory.
-
-        Weights that are their own main weights are saved with the model only. After a load call
-        `load_state_dict(state)`.
-        """
-        self._refuse_lent("a checkpoint would hold it as the weights")
-        counts = self._counts(self._reached.of_all_stages())
-        return checkpoint_states(self._state_buffers, self.shard, counts)
-
-    def _counts(self, behind: Mapping[str, int] | None = None) -> dict[str, Any]:
-        steps: Any = self.step_count
-        behind = self._reached.behind if behind is None else behind
-        groups, norms = self._groups.changed(), self._spikes.state()
-        if groups or behind or norms:
-            steps = {"steps": steps, "behind": behind, "groups": groups, **norms}
-        counts = {"step_count": steps, "skipped_steps": self.skipped_steps}
-        if self._scaler is not None:
-            counts["loss_scale"] = self._scaler.state()
-        return counts
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What `state_dict` gave on this rank at the same layout; or, after a checkpoint filled the memory that
-        `sharded_state_dict` named, the counts from `state`.
-
-        Weights stay as they are, a model is loaded by itself; but `shard.publish()` sends them to all ranks.
-        Raises ValueError: another rank's shard.
-        """
-        if "local" in state or "step_count" not in state:
-            self.load_local(state)
-            return
-        self._resume(state["step_count"], state["skipped_steps"])
-        if self._scaler is not None:
-            self._scaler.load(state["loss_scale"])
-        self.shard.publish()
-
-    @torch.no_grad()
-    def load_states(
-        self, states: States, step_count: int, skipped_steps: int = 0, *, weights: bool = True
-    ) -> None:
-        """Restore what `states` gave at the same layout, bit for bit; `weights`, from "main", or none of them.
-
-        Raises ValueError, before anything is written: names, kinds or shapes that are not this rank's.
-        """
-        full_shapes = self.shard.zero_stage == 0
-        load_states(
-            self._state_buffers, self.ps, states, full_shapes=full_shapes, own_mains=weights
-        )
-        self._resume(step_count, skipped_steps)
-        if weights:
-            self._to_weights(all_buffers=True)
-        self.shard.publish()
-
-    def _resume(self, step_count: Any, skipped_steps: int) -> None:
-        counts = step_count if isinstance(step_count, Mapping) else {"steps": step_count}
-        self.step_count = int(counts["steps"])
-        self._reached.load(counts.get("behind", {}))
-        for state_buffer in self._state_buffers:
-            state_buffer.recut(self._key_of)
-        self._batches = None
-        self._skips.begin_at(skipped_steps)
-        self._spikes.load(counts.get("norms", ()))
-        if counts.get("groups"):
-            self._groups.load(counts["groups"], step=self.rate_step)
-        else:
-            self._groups.follow(self.rate_step)
-        self._step.fill_(self.step_count - skipped_steps)

@@ -68,6 +68,7 @@ class TorchFace(torch.optim.Optimizer):
         state: dict[Tensor, dict[str, Tensor]] = {}
         for name, kinds in self.states().items():
             tensors = {kind: shard.tensor for kind, shard in kinds.items() if kind != "main"}
+            # torch's Adam has a "step" in each state, and programs read it
             if "exp_avg" in tensors:
                 tensors["step"] = self._updates_of(name)
             state[named[name]] = _ReadOnlyStates(tensors)
@@ -112,6 +113,7 @@ class TorchFace(torch.optim.Optimizer):
             }
         param_groups = [dict(group) for group in self.param_groups]
         for group in param_groups:
+            # parameters are told by name, not by object
             del group["params"]
         counts = self._counts()  # type: ignore[attr-defined]
         state: dict[str, Any] = {"local": counts, "states": states, "param_groups": param_groups}
@@ -128,11 +130,15 @@ class TorchFace(torch.optim.Optimizer):
                 f"a state with {', '.join(map(repr, list(state)[:3]))} is not one of this optimizer's (torch.optim's "
                 "states are whole tensors by number); give what its state_dict() gave, or start its states anew"
             )
-        local_shards, counts = self.states(own_mains=False), state["local"]
+        local_shards = self.states(own_mains=False)
+        counts = state["local"]
         for name, kinds in state["states"].items():
             local_kinds = local_shards.get(name, {})
             for kind, (_, interval) in kinds.items():
-                local_interval = local_kinds[kind].interval if kind in local_kinds else None
+                local_interval = None
+                if kind in local_kinds:
+                    local_interval = local_kinds[kind].interval
+                # an interval tells layouts apart that give equal shapes
                 if local_interval != interval:
                     raise ValueError(
                         f"load_state_dict: {kind} of {name} holds elements {interval}, this rank holds "

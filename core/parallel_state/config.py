@@ -6,7 +6,8 @@ from math import isqrt, prod
 
 AXES = ("pp", "dp", "cp", "tp")
 CP_COMM_TYPES = ("all_gather", "p2p", "a2a", "a2a+p2p")
-_LARGEST_TRIED = 65536  # divisors are for messages: a mistyped number must not take minutes
+# divisors are for messages: a mistyped number must not take minutes
+_LARGEST_TRIED = 65536
 
 
 def divisors(n: int) -> list[int]:
@@ -84,7 +85,9 @@ class ParallelConfig:
         )
 
     def _context_rules(self) -> Iterator[tuple[bool, str]]:
-        kind, ulysses, context = self.cp_comm_type, self.ulysses, self.context
+        kind = self.cp_comm_type
+        ulysses = self.ulysses
+        context = self.context
         yield (
             kind in CP_COMM_TYPES,
             f"unknown cp_comm_type {kind!r}; known: {', '.join(CP_COMM_TYPES)}",
@@ -97,6 +100,7 @@ class ParallelConfig:
                 "leave ulysses out, or use cp_comm_type=a2a+p2p",
             )
             return
+        # 1 and all of them are "p2p" and "a2a"
         inner = divisors(context)[1:-1]
         yield (
             ulysses in inner,
@@ -133,13 +137,19 @@ class ParallelConfig:
 
     def _world_rules(self, world: int) -> Iterator[tuple[bool, str]]:
         ranks = self.model_ranks
+        # for the message: sizes of the world that would do, then sizes of tensor that this world allows
         next_smaller = world // ranks * ranks
-        nearest = f"{next_smaller} or {next_smaller + ranks}" if next_smaller else f"{ranks}"
+        if next_smaller:
+            nearest = f"{next_smaller} or {next_smaller + ranks}"
+        else:
+            nearest = f"{ranks}"
         if world % (self.pipeline * self.context) == 0:
             others = world // self.pipeline // self.context
         else:
             others = 0
-        remedy = f"; with {world} ranks tensor may be {_listed(divisors(others))}" if others else ""
+        remedy = ""
+        if others:
+            remedy = f"; with {world} ranks tensor may be {_listed(divisors(others))}"
         yield (
             world % ranks == 0,
             f"world size {world} is not a multiple of tensor({self.tensor}) x pipeline({self.pipeline}) x "
@@ -152,6 +162,7 @@ class ParallelConfig:
             self.data in (None, data),
             f"data={self.data} x {ranks} model ranks is not the world size {world}; leave data out or use {data}",
         )
+        # experts are spread over the ranks of one stage, whatever these share of dense layers
         folded = data * self.context * self.tensor
         yield (
             folded % self.expert == 0,

@@ -63,7 +63,8 @@ class ContextRows:
         if wrong := wrong_length(s, self.size):
             raise ValueError(wrong)
         count = s // self.size
-        first = self.rank % self.ulysses * count  # of this part among the rows of the ring's rank
+        # of this part among the rows of the ring's rank
+        first = self.rank % self.ulysses * count
         runs = []
         for run in zigzag(s, self.ring, self.ring_rank):
             part = run[max(0, first) : max(0, first + count)]
@@ -125,9 +126,12 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
             f"{rows.size} context ranks hold parts; known: {', '.join(_PER_TOKEN)}. Cut it with "
             "ContextRows.of_state(ps).of(value, dim)"
         )
-    found = {
-        name: rows.of(value, 1) if name in _PER_TOKEN else value for name, value in batch.items()
-    }
+    found = {}
+    for name, value in batch.items():
+        if name in _PER_TOKEN:
+            found[name] = rows.of(value, 1)
+        else:
+            found[name] = value
     if found.get("position_ids") is None:
         found["position_ids"] = rows.rows(s).to(tokens.device).expand(b, -1)
     return found

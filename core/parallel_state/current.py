@@ -5,7 +5,8 @@ from core.parallel_state.config import ParallelConfig
 from core.parallel_state.state import ParallelState
 
 _current: ParallelState | None = None
-_alone: ParallelState | None = None  # of a process that never initialized one
+# of a process that never initialized one
+_alone: ParallelState | None = None
 
 
 def initialize_model_parallel(
@@ -44,7 +45,10 @@ def initialize_model_parallel(
         raise ValueError(
             "the model parallel state is already initialized; call destroy_model_parallel() first"
         )
-    timeout_s = None if distributed_timeout_minutes is None else 60 * distributed_timeout_minutes
+    if distributed_timeout_minutes is None:
+        timeout_s = None
+    else:
+        timeout_s = 60 * distributed_timeout_minutes
     _current = ParallelState.build(config, device=device, timeout_s=timeout_s, debug=debug)
     return _current
 
@@ -74,6 +78,7 @@ def model_parallel_is_initialized() -> bool:
 def destroy_model_parallel() -> None:
     """Leave the current state's groups and forget it; the default process group stays."""
     global _current
-    state, _current = _current, None
+    state = _current
+    _current = None
     if state is not None:
         state.destroy()

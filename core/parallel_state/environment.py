@@ -11,7 +11,8 @@ from torch import Tensor
 
 from core.parallel_state.collectives import groups as pg
 
-EMULATED = 2.0  # times a float32 product: a bfloat16 one takes no longer where there are instructions for it
+# times a float32 product: a bfloat16 one takes no longer where there are instructions for it
+EMULATED = 2.0
 
 
 def local_device(kind: str | None = None, *, shared: bool = False) -> torch.device:
@@ -21,25 +22,28 @@ def local_device(kind: str | None = None, *, shared: bool = False) -> torch.devi
     then made the current one. shared: more processes than devices take them in turn (gloo's staged path).
     Raises ValueError: an accelerator that this machine lacks, a local rank beyond its devices.
     """
-    accelerator = (
-        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    )
+    accelerator = None
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
     available = accelerator.type if accelerator is not None else "none"
     if kind is not None and kind.partition(":")[0] not in ("cpu", "meta", available):
         raise ValueError(
             f"device {kind!r} asked for, but this machine's accelerator is: {available}; use device='cpu'"
         )
-    requested = torch.device(kind) if kind is not None else accelerator or torch.device("cpu")
+    if kind is not None:
+        requested = torch.device(kind)
+    else:
+        requested = accelerator or torch.device("cpu")
     if requested.type in ("cpu", "meta"):
         return torch.device(requested.type)
     index = requested.index
     if index is None:
         index = torch.accelerator.current_device_index()
     count = torch.accelerator.device_count()
-    if (
-        requested.index is None and index == 0 and count > 1
-    ):  # nobody chose, and there is something to choose
-        index = int(os.environ.get("LOCAL_RANK", 0))  # as torchrun numbers the processes of a host
+    # nobody chose, and there is something to choose
+    if requested.index is None and index == 0 and count > 1:
+        # as torchrun numbers the processes of a host
+        index = int(os.environ.get("LOCAL_RANK", 0))
     if shared and requested.index is None:
         index = int(os.environ.get("LOCAL_RANK", 0)) % count
     if index >= count:
@@ -61,11 +65,13 @@ def check_dtype(device: torch.device, dtype: torch.dtype) -> None:
     if dtype != torch.bfloat16 or device.type in ("cpu", "meta"):
         return
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
-    if supported is None:  # a backend that does not tell; its kernels will
+    # a backend that does not tell; its kernels will
+    if supported is None:
         return
     try:
         is_native = supported(including_emulation=False)
-    except TypeError:  # a backend that has no emulation to leave out
+    except TypeError:
+        # a backend that has no emulation to leave out
         is_native = supported()
     if not is_native:
         raise ValueError(
@@ -83,7 +89,8 @@ def bf16_slowdown(device: torch.device) -> float:
         return 1.0
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
-        x, times = torch.ones(256, 256, dtype=dtype), []
+        x = torch.ones(256, 256, dtype=dtype)
+        times = []
         for _ in range(3):
             begin = perf_counter()
             torch.mm(x, x)
@@ -158,9 +165,10 @@ def expect_world(world_size: int) -> None:
 
 def check_backend(backend: str | None) -> None:
     """Raise ValueError for a backend, or one in "cpu:gloo,cuda:nccl", that this torch was built without."""
-    names = (
-        [] if backend is None else [part.rpartition(":")[2] for part in backend.lower().split(",")]
-    )
+    if backend is None:
+        names = []
+    else:
+        names = [part.rpartition(":")[2] for part in backend.lower().split(",")]
     available = pg.available_backends()
     missing = [name for name in names if name in pg.BUILT_IN and name not in available]
     if missing:

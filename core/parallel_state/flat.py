@@ -73,8 +73,11 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
         return [()]
     # Rows of the first dim: the first and the last may be cut, those between are one box.
     row = prod(shape[1:])
-    first, last = start // row, (stop - 1) // row
-    head, tail = start - first * row, stop - last * row
+    first = start // row
+    last = (stop - 1) // row
+    # elements of the first row before the interval, and of the last row inside it
+    head = start - first * row
+    tail = stop - last * row
     if first == last and (head or tail < row):  # inside one row
         return [((first, first + 1), *box) for box in flat_boxes(shape[1:], head, tail)]
     boxes: list[Box] = []
@@ -97,7 +100,8 @@ def flat_intervals(shape: tuple[int, ...], box: Box) -> list[tuple[int, int]]:
         return [(0, 1)]
     # behind the last dim that the box cuts everything is contiguous
     cut = max((d for d in range(len(shape)) if box[d] != (0, shape[d])), default=0)
-    row, starts = prod(shape[cut + 1 :]), [0]
+    row = prod(shape[cut + 1 :])
+    starts = [0]
     for dim in range(cut):
         starts = [offset * shape[dim] + i for offset in starts for i in range(*box[dim])]
     first, last = box[cut]
@@ -198,6 +202,7 @@ def bucket_table(
         if sizes[key] >= bucket_size:
             closed.append((position, filling.pop(key)))
             del sizes[key]
+    # buckets that never filled are complete with their last parameter
     last = {entry.name: position for position, entry in enumerate(reversed(entries))}
     closed += [(last[members[-1].name], members) for members in filling.values()]
     return tuple(
@@ -207,11 +212,15 @@ def bucket_table(
 
 
 def _bucket(members: list[Entry], ranks: int) -> Bucket:
-    slots, offset = [], 0
+    slots = []
+    offset = 0
+    # stable: among equals the order of backward stays
     for entry in sorted(members, key=lambda entry: entry.size % PART_ALIGN != 0):
         slots.append(Slot(entry.name, offset, offset + entry.size))
         offset += entry.size
-    first, step = members[0], ranks * PART_ALIGN
+    first = members[0]
+    step = ranks * PART_ALIGN
     unit = "" if first.vector else first.unit
-    size = -(-offset // step) * step or step  # parameters without elements have a bucket too
+    # parameters without elements have a bucket too
+    size = -(-offset // step) * step or step
     return Bucket(first.stage, unit, first.group, first.dtype, first.vector, tuple(slots), size)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 
 from core.parallel_state.config import ParallelConfig
 
@@ -48,10 +47,12 @@ class Grid:
     def _strides(self) -> dict[str, int]:
         order = self.config.order
         # the innermost axis has stride 1, as in a row-major array
-        return {
-            axis: prod(self.sizes[a] for a in order[position + 1 :])
-            for position, axis in enumerate(order)
-        }
+        strides = {}
+        stride = 1
+        for axis in reversed(order):
+            strides[axis] = stride
+            stride *= self.sizes[axis]
+        return strides
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """axis -> position of `rank`, for pp dp cp tp ep edp."""
@@ -69,7 +70,8 @@ class Grid:
 
     def _stage_ranks(self, stage: int) -> Sequence[int]:
         """Every rank of a pipeline stage, ascending; their order is the expert view's."""
-        first, stride = stage * self._strides["pp"], self._strides["pp"]
+        first = stage * self._strides["pp"]
+        stride = self._strides["pp"]
         if self.config.order[0] == "pp":
             return range(first, first + stride)
         world = range(self.config.world_size)
@@ -78,11 +80,13 @@ class Grid:
     def _vary(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """The ranks that differ from `rank` along `axes` only, ascending."""
         first = rank
-        for axis in axes:  # the member with position 0 along all of them
+        # the member with position 0 along all of them
+        for axis in axes:
             first -= rank // self._strides[axis] % self.sizes[axis] * self._strides[axis]
         ranks = [first]
         for axis in axes:
-            stride, size = self._strides[axis], self.sizes[axis]
+            stride = self._strides[axis]
+            size = self.sizes[axis]
             ranks = [member + position * stride for member in ranks for position in range(size)]
         return tuple(sorted(ranks))
 
@@ -96,20 +100,23 @@ class Grid:
             return (rank,)
         if group in ("ep", "edp"):
             coordinate = self.coordinate(rank)
-            block, ep = self._stage_ranks(coordinate["pp"]), self.sizes["ep"]
+            block = self._stage_ranks(coordinate["pp"])
+            ep = self.sizes["ep"]
             if group == "edp":
                 return tuple(block[coordinate["ep"] :: ep])
             first = coordinate["edp"] * ep
             return tuple(block[first : first + ep])
         if group in ("shard", "replicate"):
             ranks = self._vary(rank, ("dp", "cp"))
-            copy_size, position = len(ranks) // self.config.replicate, ranks.index(rank)
+            copy_size = len(ranks) // self.config.replicate
+            position = ranks.index(rank)
             if group == "replicate":
                 return ranks[position % copy_size :: copy_size]
             first = position // copy_size * copy_size
             return ranks[first : first + copy_size]
         if group == "ulysses":
-            ranks, size = self._vary(rank, ("cp",)), self.config.ulysses_ranks
+            ranks = self._vary(rank, ("cp",))
+            size = self.config.ulysses_ranks
             first = ranks.index(rank) // size * size
             return ranks[first : first + size]
         if unknown := set(group.split("-")) - set(self.config.order):

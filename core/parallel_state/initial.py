@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from core.parallel_state.layout import Layout, layout_of, true_part
 from core.parallel_state.random import mix32
 
-DRAW_BLOCK = 1 << 20  # elements of one block: the unit of drawing, whatever the layout
+# elements of one block: the unit of drawing, whatever the layout
+DRAW_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -87,21 +88,24 @@ def fill(
         target.fill_(init.mean)
         return
     columns = layout.shape[-1]
-    rows = max(
-        1, DRAW_BLOCK // columns
-    )  # of one block: blocks are the same whatever a rank holds of them
+    # of one block: blocks are the same whatever a rank holds of them
+    rows = max(1, DRAW_BLOCK // columns)
     total = prod(layout.shape[:-1])
     box = layout.box(coordinate, sizes)
-    drawn_block, values = -1, torch.empty(0)
+    drawn_block = -1
+    values = torch.empty(0)
     device = torch.device("cpu") if draw_on_cpu else parameter.device
     for first_row, count, local in _row_segments(layout, box, target):
         filled = 0
         while filled < count:
             block, offset = divmod(first_row + filled, rows)
+            # neighbouring segments lie in one block: it is drawn once
             if block != drawn_block:
+                # by name and block, not by rank: the same values whatever the layout
                 generator = torch.Generator(device).manual_seed(mix32(seed, name, block))
                 size = (min(rows, total - block * rows), columns)
-                values, drawn_block = init.drawn(size, device, generator), block
+                values = init.drawn(size, device, generator)
+                drawn_block = block
             count_now = min(count - filled, rows - offset)
             local[filled : filled + count_now].copy_(values[offset : offset + count_now, box[-1]])
             filled += count_now
@@ -111,10 +115,12 @@ def _row_segments(
     layout: Layout, box: tuple[slice, ...], target: Tensor
 ) -> Iterator[tuple[int, int, Tensor]]:
     """(first global row, rows, local view [rows, columns]) of each run of rows that is contiguous globally."""
-    shape, row_slices = layout.shape[:-1], box[:-1]
+    shape = layout.shape[:-1]
+    row_slices = box[:-1]
     if not row_slices:
         yield 0, 1, target[None]
         return
+    # of a tensor of three or more dims (stacked experts) the rows of a shard are several runs
     for index in product(*(range(interval.stop - interval.start) for interval in row_slices[:-1])):
         first_row = 0
         for position, interval, size in zip(index, row_slices, shape, strict=False):

@@ -10,9 +10,8 @@ from math import prod
 
 from torch import Tensor
 
-Slices = tuple[
-    slice, ...
-]  # of a whole tensor; pairs of bounds, which hash and are told between ranks, are a `flat.Box`
+# of a whole tensor; pairs of bounds, which hash and are told between ranks, are a `flat.Box`
+Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -78,16 +77,15 @@ class Layout:
         start = [0] * len(self.shape)
         for dim in range(len(self.shape)):
             block = self.padded_shape()[dim]
-            for (
-                axis,
-                split_dim,
-            ) in self.split.items():  # several axes on one dim: the first named is outermost
+            # several axes on one dim: the first named is outermost
+            for axis, split_dim in self.split.items():
                 if split_dim == dim:
                     block //= sizes.get(axis, 1)
                     start[dim] += coordinate.get(axis, 0) * block
         box = []
         for begin, size, full_size in zip(start, local, self.shape, strict=True):
-            end = min(begin + size, full_size)  # rows beyond the true shape are padding
+            # rows beyond the true shape are padding
+            end = min(begin + size, full_size)
             box.append(slice(min(begin, end), end))
         return tuple(box)
 
@@ -99,7 +97,8 @@ class Layout:
         """
         # the axes along which several ranks hold the same elements; the rank at 0 on all of them owns these
         repeats: tuple[str, ...] = ("edp",) if "ep" in self.split else ("dp", "cp", "tp")
-        if "embedding" in self.partial:  # only then does the last stage repeat the first's
+        # only then does the last stage repeat the first's
+        if "embedding" in self.partial:
             repeats += ("embedding",)
         return all(coordinate.get(axis, 0) == 0 for axis in repeats if axis not in self.split)
 

@@ -9,7 +9,8 @@ from torch.nn import Parameter
 
 from core.parallel_state.spread import keep_layouts
 
-Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]  # a mapping names the stages
+# a mapping names the stages
+Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
 T = TypeVar("T", bound=Tensor)
 _NamedTensors = Callable[[nn.Module, str], Iterator[tuple[str, T]]]
 
@@ -63,6 +64,7 @@ def named_parameters(modules: Modules) -> Iterator[tuple[str, Parameter]]:
 
 def named_buffers(modules: Modules) -> Iterator[tuple[str, Tensor]]:
     """Every buffer that belongs to the modules' state once, named as parameters are."""
+    # by identity: torch knows them by name within their own module only
     non_persistent: set[int] = set()
     for module in modules_of(modules).values():
         for submodule in module.modules():

@@ -50,7 +50,10 @@ def default_generator(device: torch.device) -> torch.Generator:
     if device.type in ("cpu", "meta"):  # nothing is drawn on meta
         return torch.default_generator
     module = torch.get_device_module(device)
-    index = device.index if device.index is not None else module.current_device()
+    if device.index is not None:
+        index = device.index
+    else:
+        index = module.current_device()
     if not module.default_generators:
         module.init()
     return module.default_generators[index]
@@ -58,7 +61,8 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
     """Every generator that code on a device may draw from: its own, and the CPU's."""
-    device_generator, cpu = default_generator(device), torch.default_generator
+    device_generator = default_generator(device)
+    cpu = torch.default_generator
     if device_generator is cpu:
         return [cpu]
     return [cpu, device_generator]

@@ -16,7 +16,8 @@ from torch.nn import Parameter
 from core.parallel_state.initial import Init
 from core.parallel_state.layout import Layout, has_layout, layout_of, set_layout
 
-_SPREAD_ATTRIBUTE = "_spread_parameters"  # attribute of a module: name -> Spread
+# attribute of a module: name -> Spread
+_SPREAD_ATTRIBUTE = "_spread_parameters"
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def _keep_layouts_of(module: nn.Module, prefix: str = "") -> None:
         if parameter is None:
             known_spreads.pop(name, None)
         elif has_layout(parameter):
+            # a new parameter that brought a layout of its own, as our layers make them
             if spread is None or spread.layout is not layout_of(parameter):
                 remember_spread(module, name, spread.renew if spread is not None else None)
         elif spread is not None:
@@ -97,6 +99,7 @@ def _check_computed(module: nn.Module, name: str, spread: Spread, full_name: str
     """The parameter is no longer there: deleted, renamed (pruning), or computed from others."""
     if not spread.is_sharded or not isinstance(getattr(module, name, None), Tensor):
         return
+    # pruning keeps the parameter under another name: then its layout is still known
     if not any(layout == spread.layout for layout in map(layout_of, module.parameters())):
         raise ValueError(
             f"{full_name} of {list(spread.layout.shape)} is split, this rank holding {list(spread.shape)}, and is "
@@ -126,12 +129,14 @@ class SpreadModule(nn.Module):
             _keep_layouts_of(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SpreadModule":
+        # may put other objects in the parameters' places
         super()._apply(fn, recurse)
         _keep_layouts_of(self)
         return self
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)  # which may swap tensors with all their attributes
+        # which may swap tensors with all their attributes
+        super()._load_from_state_dict(*args)
         _keep_layouts_of(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -62,11 +62,13 @@ class ParallelState:
         """
         rank, world_size = pg.world()
         expect_world(world_size)
+        # everything that may be wrong is found before the first group: groups cannot be left halfway
         config = (config or ParallelConfig()).for_world(world_size)
         served = pg.backends() if pg.is_initialized() else {}
         this_device = checked_device(device, served)
         grid = Grid(config)
-        timeout_s = timeout_s if timeout_s is not None else pg.world_timeout_s()
+        if timeout_s is None:
+            timeout_s = pg.world_timeout_s()
         world = pg.world_group(timeout_s, checked=debug)
         # Groups of equal ranks share one process group. All ranks create theirs in one order: another order would
         # deadlock in the rendezvous.
@@ -81,7 +83,8 @@ class ParallelState:
         return cls(config, rank, this_device, groups, world)
 
     def __deepcopy__(self, memo: dict) -> "ParallelState":
-        return self  # frozen: a copied model lives on the same ranks
+        # frozen: a copied model lives on the same ranks
+        return self
 
     @cached_property
     def grid(self) -> Grid:
@@ -97,6 +100,7 @@ class ParallelState:
     def coordinate(self) -> dict[str, int]:
         """axis -> position of this rank; `embedding` is 1 on a last stage that repeats the first's weights."""
         position = self.grid.coordinate(self.rank)
+        # with tied embeddings the last stage holds a copy of the first's table
         repeats = self.config.pipeline > 1 and position["pp"] == self.config.pipeline - 1
         return position | {"embedding": int(repeats)}
 
@@ -190,6 +194,7 @@ class ParallelState:
         new link carries one message at once, so that backends which connect at the first one do it here, in one
         order, and not where a receive posted ahead would wait for it.
         """
+        # sorted: two ranks that share several links create them in the same order
         own_links = sorted({link for link in links if self.rank in link})
         for sender, receiver in own_links:
             if (sender, receiver) not in self._links:
@@ -202,6 +207,7 @@ class ParallelState:
                     process_group,
                     timedelta(seconds=self._timeout_s),
                 )
+                # shapes of messages travel from host to host, which NCCL does not carry
                 if self.device.type not in group.gloo:
                     group.add_host_group(self._timeout_s)
                     greet(group.on_host, ranks.index(sender), torch.device("cpu"))
@@ -212,10 +218,8 @@ class ParallelState:
         """Calls, bytes and seconds so far, per group name; `link` is all messages between pipeline stages."""
         links = Traffic()
         for link in self._links.values():
-            links.calls, links.bytes = (
-                links.calls + link.traffic.calls,
-                links.bytes + link.traffic.bytes,
-            )
+            links.calls = links.calls + link.traffic.calls
+            links.bytes = links.bytes + link.traffic.bytes
         traffic = {name: group.traffic for name, group in self.groups.items()}
         if self._links:
             traffic["link"] = links
@@ -229,6 +233,7 @@ class ParallelState:
 
     def destroy(self) -> None:
         """Leave the groups made by `build` (not the default group)."""
+        # several names may share one process group, which is left once
         unique_groups = {g.ranks: g.process_group for g in self.groups.values()}
         if self.world is not None:
             unique_groups.pop(self.world.ranks, None)
@@ -267,9 +272,8 @@ def checked_device(device: torch.device | str | None, served: dict[str, str]) ->
     """The device of this process, checked against the machine and what the default group's backends serve."""
     this_device = local_device(None if device is None else str(device))
     if device is None and served.get(this_device.type) in (None, "gloo") and served:
-        this_device = torch.device(
-            "cpu"
-        )  # a gloo world on a machine with accelerators trains on the CPU
+        # a gloo world on a machine with accelerators trains on the CPU
+        this_device = torch.device("cpu")
     if served and this_device.type not in served:
         raise ValueError(
             f"device {this_device.type} is not served by the process group's backends {served}; use a device of "

@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from core.pipeline.run.backward import stage_backward as stage_backward
     from core.pipeline.run.backward import stage_backward_input as stage_backward_input
     from core.pipeline.run.backward import stage_backward_weight as stage_backward_weight
-    from core.pipeline.run.failure import PipelineError as PipelineError
     from core.pipeline.run.megatron import get_forward_backward_func as get_forward_backward_func
+    from core.pipeline.run.messages.failure import PipelineError as PipelineError
     from core.pipeline.run.pipeline import Pipeline as Pipeline
     from core.pipeline.run.single_stage import SingleStage as SingleStage
     from core.pipeline.run.step import LossFn as LossFn

@@ -43,6 +43,7 @@ class Simulation:
 
     def fits(self, memory_limit: float | None) -> bool:
         """Whether every rank stays within the limit."""
+        # memory is a sum of floats, which 0.1 + 0.2 > 0.3 must not fail
         return memory_limit is None or self.played.peak <= memory_limit + 1e-9
 
 
@@ -55,6 +56,7 @@ def simulate(
 ) -> Simulation:
     """Play a schedule; `costs` are those of a rank's whole slice for one microbatch."""
     if recompute:
+        # |1| before costs are charged: an R is an action of its own, with a cost of its own
         schedule = add_recompute(schedule)
     chunks = max(1, schedule.stages // schedule.ranks)
     stage_costs = (costs or Costs()).divided(chunks)
@@ -65,6 +67,7 @@ def parse_costs(text: str) -> Costs:
     """`F=1,comm=.05`: what is not named is as in `DEFAULT_COSTS`. Raises ValueError."""
     known_names = [field.name for field in fields(Costs)]
     costs = {}
+    # the defaults first: what is named overwrites them
     for word in f"{DEFAULT_COSTS},{text}".split(","):
         name, _, value = word.strip().partition("=")
         if not word.strip():
@@ -172,7 +175,9 @@ def _describe_excess(outcome: Simulation, limit: float, named: Sequence[Simulati
     )
 
 
-def _write(options: argparse.Namespace, plain: Schedule, outcome: Simulation, title: str) -> None:
+def _write_files(
+    options: argparse.Namespace, plain: Schedule, outcome: Simulation, title: str
+) -> None:
     texts: dict[str, Callable[[], str]] = {
         "svg": lambda: draw_svg(outcome.played.timeline, title),
         "trace": lambda: draw_trace(outcome.played.timeline),
@@ -188,7 +193,7 @@ def _write(options: argparse.Namespace, plain: Schedule, outcome: Simulation, ti
             print(f"wrote {path}{note}")
 
 
-def _search(options: argparse.Namespace, costs: Costs) -> Schedule:
+def _searched_schedule(options: argparse.Namespace, costs: Costs) -> Schedule:
     """What `schedule="auto"` finds for these costs, and how it compares."""
     chunks = 2 if options.chunks is None else options.chunks
     stages = auto_placement(options.stages, chunks)
@@ -206,8 +211,10 @@ def _search(options: argparse.Namespace, costs: Costs) -> Schedule:
 
 
 def _run(options: argparse.Namespace) -> None:
-    costs, limit = parse_costs(options.costs), options.memory_limit
-    ranks, microbatches = options.stages, options.microbatches
+    costs = parse_costs(options.costs)
+    limit = options.memory_limit
+    ranks = options.stages
+    microbatches = options.microbatches
 
     def outcome_of(schedule: Schedule) -> Simulation:
         return simulate(
@@ -230,7 +237,7 @@ def _run(options: argparse.Namespace) -> None:
         print(f"{title}\n{table(all_named(), limit)}", end="")
         return
     if options.schedule == "auto":
-        plain = _search(options, costs)
+        plain = _searched_schedule(options, costs)
     else:
         plain = make(options.schedule, ranks, microbatches, options.chunks)
     outcome = outcome_of(plain)
@@ -243,7 +250,8 @@ def _run(options: argparse.Namespace) -> None:
     print(
         f"peak memory {' '.join(f'{peak:.3g}' for peak in played.peaks)} (rank 0, 1 ..., in full microbatches)"
     )
-    _write(options, plain, outcome, f"{plain.name}, {title}")
+    # before the limit is judged: a schedule that is over it can be looked at
+    _write_files(options, plain, outcome, f"{plain.name}, {title}")
     if not outcome.fits(limit):
         raise ValueError(_describe_excess(outcome, limit, all_named()))
 

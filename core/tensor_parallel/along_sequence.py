@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from core.autograd.recomputation.lazy_product import linears_of_region
 
-DIFFERENT = 0.02  # of the largest output: more than rounding of 16-bit numbers
+# of the largest output: more than rounding of 16-bit numbers
+DIFFERENT = 0.02
 
 
 def probe_foreign_modules(model: nn.Module) -> None:
@@ -71,7 +72,8 @@ class _Probe:
                 if buffer._version != version:
                     with torch.no_grad():
                         buffer.copy_(value)
-        difference, size = (rotated - plain.roll(1, 0)).abs().max(), plain.abs().max()
+        difference = (rotated - plain.roll(1, 0)).abs().max()
+        size = plain.abs().max()
         if difference > DIFFERENT * size:
             warnings.warn(
                 f"{self._name} ({type(module).__name__}) looks along the sequence, and sees this tensor rank's "

@@ -15,7 +15,8 @@ from core.autograd.gradients import no_second_derivative
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.tensor_parallel.mappings import outside_graphs
 
-_CPU_CHUNK = 1 << 19  # elements at a time that stay in a core's cache
+# elements at a time that stay in a core's cache
+_CPU_CHUNK = 1 << 19
 # Elsewhere a pass over 128 MiB of float32 takes some 50 us (4 TB/s), ten times the launch of a kernel; a larger chunk
 # is only more memory at the peak of a step.
 _DEVICE_CHUNK = 1 << 25
@@ -73,7 +74,8 @@ def exp_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     for rows, chunk in _chunks(logits):
         values = chunk if chunk.dtype == dtype else chunk.to(dtype)
         torch.amax(values, -1, out=local_max[rows])
-        local_max[rows].clamp_(min=torch.finfo(dtype).min)  # a row of padding only
+        # a row of padding only
+        local_max[rows].clamp_(min=torch.finfo(dtype).min)
         torch.sum(values.sub_(local_max[rows, None]).exp_(), -1, out=local_sum[rows])
     return local_max, local_sum
 
@@ -115,10 +117,12 @@ class _CrossEntropy(torch.autograd.Function):
         ignore: int,
     ) -> Tensor:
         columns = logits.shape[-1]
-        flat, target = logits.detach().view(-1, columns), labels.reshape(-1)
+        flat = logits.detach().view(-1, columns)
+        target = labels.reshape(-1)
         dtype = compute_dtype(flat.dtype)
         first = group.rank * columns if group is not None else 0
-        true_columns = max(0, min(columns, vocab - first))  # the last ranks may hold padding
+        # the last ranks may hold padding
+        true_columns = max(0, min(columns, vocab - first))
         counted = target != ignore
 
         # The label's logit, on the rank that has its column; 0 on the others.
@@ -126,6 +130,7 @@ class _CrossEntropy(torch.autograd.Function):
         is_local = (local_label >= 0) & (local_label < true_columns) & counted
         local_label = local_label.masked_fill(~is_local, 0)[:, None]
         label_logit = flat.gather(1, local_label)[:, 0].to(dtype).masked_fill(~is_local, 0)
+        # smoothing takes a share of the loss of every class: the mean over the true columns of all ranks
         mean_logit = None
         if smoothing:
             mean_logit = all_reduce(flat[:, :true_columns].sum(-1, dtype=dtype), group).div_(vocab)
@@ -134,11 +139,11 @@ class _CrossEntropy(torch.autograd.Function):
 
         # This rank's columns become (max, sum of exponentials); one all-gather makes these the row's.
         local_max, local_sum = _exponentials(flat, dtype)
-        row_max, row_sum = local_max, local_sum
+        row_max = local_max
+        row_sum = local_sum
         if group is not None:
-            per_rank = all_gather(
-                torch.stack((local_max, local_sum, label_logit))[None], group
-            )  # [tp, 3, n]
+            # [tp, 3, n]
+            per_rank = all_gather(torch.stack((local_max, local_sum, label_logit))[None], group)
             row_max = per_rank[:, 0].amax(0)
             row_sum = (per_rank[:, 1] * (per_rank[:, 0] - row_max).exp()).sum(0)
             label_logit = per_rank[:, 2].sum(0)
@@ -151,24 +156,24 @@ class _CrossEntropy(torch.autograd.Function):
         # exponential * probability_factor is the softmax: all that backward needs
         probability_factor = (local_max - row_max).exp_() / row_sum * counted
         ctx.save_for_backward(local_label, is_local, probability_factor, counted)
-        ctx.exponentials, ctx.true_columns, ctx.smoothing, ctx.vocab = (
-            flat,
-            true_columns,
-            smoothing,
-            vocab,
-        )
+        ctx.exponentials = flat
+        ctx.true_columns = true_columns
+        ctx.smoothing = smoothing
+        ctx.vocab = vocab
         return loss.masked_fill_(~counted, 0).view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise no_second_derivative("vocab_parallel_cross_entropy")
+        # the buffer becomes its own gradient: a second backward would find that in it
         if ctx.exponentials is None:
             raise RuntimeError(
                 "vocab_parallel_cross_entropy overwrote its buffer: backward works once per forward"
             )
         local_label, is_local, probability_factor, counted = ctx.saved_tensors
-        grad_logits, ctx.exponentials = ctx.exponentials, None
+        grad_logits = ctx.exponentials
+        ctx.exponentials = None
         grad_loss = gradient.reshape(-1).to(probability_factor.dtype)
         _scale_rows(grad_logits, (probability_factor * grad_loss)[:, None])
         if ctx.smoothing:

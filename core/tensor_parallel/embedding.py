@@ -14,6 +14,7 @@ def padded_vocab_rows(vocab_size: int, tp: int) -> int:
     For tp of 1, 2, 4, 8 always the same number, 8 equal multiples of 16, so that the shards' edges agree and a
     checkpoint's chunks do too; for another tp the smallest multiple of 16 per rank.
     """
+    # common sizes share one number of rows, so that a change of tp moves no edge
     if tp in (1, 2, 4, 8):
         return 8 * _round_up(-(-vocab_size // 8))
     return tp * _round_up(-(-vocab_size // tp))
@@ -54,8 +55,11 @@ class VocabParallelEmbedding(PlacedModule):
         self.weight = place.parameter(
             vocab_layout(vocab_size, hidden_size, place.tp, partial), init
         )
-        self.first, self.is_full_table = place.rank * self.weight.shape[0], place.group is None
-        self.stage, self.comm = place.stage, place.row_comm()
+        # ids below it, or behind this rank's rows, give zeros here; the sum over ranks fills them in
+        self.first = place.rank * self.weight.shape[0]
+        self.is_full_table = place.group is None
+        self.stage = place.stage
+        self.comm = place.row_comm()
         self.place_in(place.own_modules)
 
     def forward(self, ids: Tensor) -> Tensor:

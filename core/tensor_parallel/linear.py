@@ -53,8 +53,10 @@ class ColumnParallelLinear(PlacedModule):
         # The layout is the only statement of the split: initial values, checkpoints and norms follow from it.
         self.weight = place.parameter(Layout((*sizes, input_size), split), init)
         self.bias = place.parameter(Layout(sizes, split), Init()) if bias else None
-        self.adapter: LowRank | None = None  # what is added to y (`core.models.lora`)
-        self.stage, self.comm = place.stage, place.column_comm()
+        # what is added to y (`core.models.lora`)
+        self.adapter: LowRank | None = None
+        self.stage = place.stage
+        self.comm = place.column_comm()
         self.gather = place.group if gather_output else None
         self.split_dim = split_dim
         self.split_output = None if gather_output else split_dim
@@ -110,8 +112,10 @@ class RowParallelLinear(PlacedModule):
         self.weight = place.parameter(Layout((output_size, input_size), {"tp": 1}), init)
         # Added once, after the sum over ranks, so it is whole on every rank.
         self.bias = place.parameter(Layout((output_size,)), Init()) if bias else None
-        self.adapter: LowRank | None = None  # what is added to y (`core.models.lora`)
-        self.stage, self.comm = place.stage, place.row_comm()
+        # what is added to y (`core.models.lora`)
+        self.adapter: LowRank | None = None
+        self.stage = place.stage
+        self.comm = place.row_comm()
         self.place_in(place.own_modules)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -39,7 +39,8 @@ class LowRank(SpreadModule):
         dropout: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        outputs, inputs = base.shape[:-1], base.shape[-1]
+        outputs = base.shape[:-1]
+        inputs = base.shape[-1]
         if not 1 <= rank <= min(prod(outputs), inputs):
             raise ValueError(
                 f"rank={rank} of a matrix [{prod(outputs)}, {inputs}]: use 1 to {min(prod(outputs), inputs)}"
@@ -51,23 +52,29 @@ class LowRank(SpreadModule):
                 Layout((rank, inputs), {"tp": 1}),
                 Layout((*outputs, rank), partial=whole),
             )
-            self.comm_a, self.comm_b = place.row_comm(), NO_COMM
+            self.comm_a = place.row_comm()
+            self.comm_b = NO_COMM
         else:
             layout_a, layout_b = (
                 Layout((rank, inputs), partial=whole),
                 Layout((*outputs, rank), base.split),
             )
-            self.comm_a, self.comm_b = NO_COMM, place.column_comm()
+            self.comm_a = NO_COMM
+            self.comm_b = place.column_comm()
         self.lora_A = place.parameter(layout_a, Init(bound=1 / sqrt(inputs)))
         self.lora_B = place.parameter(layout_b, Init())
-        self.rank, self.scale, self.dropout = rank, scale, dropout
-        self.stage, self.group = place.stage, place.group if whole else None
+        self.rank = rank
+        self.scale = scale
+        self.dropout = dropout
+        self.stage = place.stage
+        self.group = place.group if whole else None
 
     def forward(self, x: Tensor) -> Tensor:
         """The linear's x -> what is added to its y: [s, b, o/tp] column-parallel, else [s, b, o] ([s/tp, b, o])."""
         if self.dropout is not None:
             x = self.dropout(x)
-        a, b = self.lora_A, self.lora_B
+        a = self.lora_A
+        b = self.lora_B
         if self.splits_input:
             b = self._summed(b)
         else:

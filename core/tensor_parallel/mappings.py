@@ -39,6 +39,7 @@ def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(function)
     def call(x: Tensor, group: Group | None, *args: Any, **options: Any) -> Tensor:
+        # asked at every call: the group of a layer may be None, and then compiled graphs go through
         breaks_graph = group is not None and torch.compiler.is_compiling()
         if breaks_graph:
             return without_compiler(x, group, *args, **options)
@@ -126,7 +127,8 @@ class _ScatterSequence(torch.autograd.Function):
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, to_tensor_region: bool) -> Tensor:
-        ctx.group, ctx.partial = group, to_tensor_region
+        ctx.group = group
+        ctx.partial = to_tensor_region
         return all_gather(x, group)
 
     @staticmethod
@@ -143,7 +145,9 @@ class _GatherExperts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group, tensor_ranks: int) -> Tensor:
-        ctx.weight, ctx.group, ctx.tensor_ranks = weight, group, tensor_ranks
+        ctx.weight = weight
+        ctx.group = group
+        ctx.tensor_ranks = tensor_ranks
         return _gather_last(x, group)
 
     @staticmethod
@@ -160,7 +164,8 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        sequence_shard(x, group)  # for its error, which names the remedy
+        # for its error, which names the remedy
+        sequence_shard(x, group)
         return reduce_scatter(x, group)
 
     @staticmethod
@@ -173,7 +178,8 @@ class _ReduceScatterSequence(torch.autograd.Function):
 class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Parameter, group: Group) -> Tensor:
-        ctx.weight, ctx.group = weight, group
+        ctx.weight = weight
+        ctx.group = group
         return weight.view_as(weight)
 
     @staticmethod
@@ -181,7 +187,8 @@ class _SumGradient(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
         if has_main_grad(ctx.weight):
-            return gradient, None  # the owner of main_grad sums once per step
+            # the owner of main_grad sums once per step
+            return gradient, None
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
@@ -259,6 +266,7 @@ def dropout_in_tensor_region(
         return F.dropout(x, p, training)
     shape = list(x.shape)
     shape[dim] *= group.size
+    # the whole mask on each rank: the same draws from the generator, whatever tp is
     mask = F.dropout(x.new_ones(shape), p)
     return x * mask.narrow(dim, group.rank * x.shape[dim], x.shape[dim])
 
@@ -296,11 +304,12 @@ def full_tensor(
             f"full_tensor: {list(parameter.shape)} is not like the parameter, {list(like.shape)}"
         )
     layout = layout_of(parameter if like is None else like)
-    ps, full = parallel if parallel is not None else current_state(), parameter
-    for axis, dim in reversed(
-        list(layout.split.items())
-    ):  # on one dim the first named axis is outermost
-        moved, group = full.transpose(dim, -1), ps.group(axis)
+    ps = parallel if parallel is not None else current_state()
+    full = parameter
+    # on one dim the first named axis is outermost
+    for axis, dim in reversed(list(layout.split.items())):
+        moved = full.transpose(dim, -1)
+        group = ps.group(axis)
         if axis == "ep" and group is not None:
             whole = _GatherExperts.apply(moved, parameter, group, ps.size("tp"))
         else:
@@ -327,7 +336,8 @@ def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:
 
 class _SumGradientHook:
     def __init__(self, parameter: Parameter, group: Group) -> None:
-        self._parameter, self._group = parameter, group
+        self._parameter = parameter
+        self._group = group
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         if has_main_grad(self._parameter):

@@ -22,17 +22,21 @@ from core.tensor_parallel.split_activations import SplitActivations
 from core.tensor_parallel.watch import SplitWatch
 from core.tensor_parallel.whole_matrices import watch_optimizers
 
-_LOOKED_AT = 2  # forwards in which it is seen what is done to columns between linears
-_MODULE_CALLS = 10_000  # without any of the layers, after which they are no longer looked for
+# forwards in which it is seen what is done to columns between linears
+_LOOKED_AT = 2
+# without any of the layers, after which they are no longer looked for
+_MODULE_CALLS = 10_000
 
 
 class OwnModules:
     """The layers of one placement over `group` whose outermost module is not known yet."""
 
     def __init__(self, group: Group, *, splits_sequence: bool) -> None:
-        self._group, self._splits_sequence = group, splits_sequence
+        self._group = group
+        self._splits_sequence = splits_sequence
         self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._by_hand: ByHand | None = None  # initial values by hand
+        # initial values by hand
+        self._by_hand: ByHand | None = None
         self._warned_of: set[str] = set()
         self._calls = 0
         self._stop_looking: weakref.finalize | None = None
@@ -41,7 +45,8 @@ class OwnModules:
         return self  # a copied layer waits here, too
 
     def __reduce__(self) -> tuple:
-        return type(None), ()  # a layer out of a file is not watched
+        # a layer out of a file is not watched
+        return type(None), ()
 
     def add(self, layer: nn.Module) -> None:
         """Look for the module around `layer`, and meanwhile listen to what is called on its parameters by hand."""
@@ -68,7 +73,10 @@ class OwnModules:
     def _look(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before the forward of any module."""
         self._calls += 1
-        inside = [m for m in module.modules() if m in self._waiting] if self._waiting else []
+        if self._waiting:
+            inside = [m for m in module.modules() if m in self._waiting]
+        else:
+            inside = []
         for layer in inside:
             self._waiting.discard(layer)
         if not self._waiting or self._calls > _MODULE_CALLS:
@@ -82,9 +90,10 @@ class OwnModules:
             self._by_hand = None
         elif self._by_hand is not None:
             self._by_hand.close()
-            self._by_hand.open(
-                p for m in self._waiting for p in m.parameters() if "tp" in layout_of(p).split
-            )
+            split = []
+            for waiting in self._waiting:
+                split += [p for p in waiting.parameters() if "tp" in layout_of(p).split]
+            self._by_hand.open(split)
         if not any(isinstance(hook, _Before) for hook in module._forward_pre_hooks.values()):
             before = _Before(self._group, self._splits_sequence)
             module.register_forward_pre_hook(before, with_kwargs=True)
@@ -117,9 +126,8 @@ class PlacedModule(SpreadModule):
 
     own_modules: OwnModules | None = None
     input_is_split = False  # whether tensor ranks are given different columns
-    split_output: int | None = (
-        None  # the dim of its weight's output dims of which each rank returns a part
-    )
+    # the dim of its weight's output dims of which each rank returns a part
+    split_output: int | None = None
 
     def place_in(self, own_modules: OwnModules | None) -> None:
         """Called where the layer is whole."""
@@ -141,7 +149,8 @@ class _Before:
     """A forward pre-hook of the outermost module; a copy of it watches the copied module anew."""
 
     def __init__(self, group: Group | None, splits_sequence: bool) -> None:
-        self._group, self._splits_sequence = group, splits_sequence
+        self._group = group
+        self._splits_sequence = splits_sequence
         self.watch = SplitWatch(group, warns_of_hooks=False) if group is not None else None
         self._activations = SplitActivations(group) if group is not None else None
         self._forwards = 0

@@ -52,11 +52,13 @@ class Placement:
 
         dtype: torch's default dtype where it is not given.
         """
-        dtype = torch.get_default_dtype() if dtype is None else dtype
-        group, splits_sequence = ps.group("tp"), ps.config.sequence_parallel
-        own_modules = (
-            OwnModules(group, splits_sequence=splits_sequence) if group is not None else None
-        )
+        if dtype is None:
+            dtype = torch.get_default_dtype()
+        group = ps.group("tp")
+        splits_sequence = ps.config.sequence_parallel
+        own_modules = None
+        if group is not None:
+            own_modules = OwnModules(group, splits_sequence=splits_sequence)
         return cls(
             group, splits_sequence, dtype, building_device(ps.device), own_modules=own_modules
         )
@@ -96,6 +98,7 @@ class Placement:
         split dim does not divide.
         """
         local = layout.local_shape({"tp": self.tp} if sizes is None else sizes)
+        # NaN, so that a parameter that nobody filled is found in the first loss
         parameter = Parameter(torch.full(local, torch.nan, dtype=self.dtype, device=self.device))
         set_layout(parameter, layout)
         parameter.initial = init  # type: ignore[attr-defined]
@@ -106,12 +109,14 @@ class Placement:
     @torch.no_grad()
     def _draw(self, parameter: Parameter, layout: Layout, init: Init) -> None:
         """Fill this rank's part of a tensor that every rank draws in full, on the CPU: equal on every device."""
-        coordinate, sizes = {"tp": self.rank}, {"tp": self.tp}
+        coordinate = {"tp": self.rank}
+        sizes = {"tp": self.tp}
         parameter.zero_()  # padded rows stay 0
         target = true_part(parameter, layout, coordinate, sizes)
         if init.is_constant:
             target.fill_(init.mean)
             return
+        # all ranks advance the generator alike, so that the next layer's draws agree as well
         full = torch.empty(layout.shape, dtype=torch.float32, device="cpu")
         if init.bound:
             full.uniform_(init.mean - init.bound, init.mean + init.bound)
@@ -132,6 +137,7 @@ class Placement:
                 after_backward=partial(start_reduce_scatter, group=self.group),
                 restart_before_forward=partial(start_all_gather, group=self.group),
             )
+        # Megatron's f: identity forward, all-reduce backward
         return Comm(after_backward=partial(start_all_reduce, group=self.group))
 
     def row_comm(self) -> Comm:
@@ -143,4 +149,5 @@ class Placement:
                 after_forward=partial(reduce_scatter, group=self.group),
                 before_backward=partial(all_gather, group=self.group),
             )
+        # Megatron's g: all-reduce forward, identity backward
         return Comm(after_forward=partial(all_reduce, group=self.group))

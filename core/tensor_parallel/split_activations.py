@@ -51,7 +51,8 @@ class SplitActivations(Follower):
 
     def __init__(self, group: Group, *, message: str = "") -> None:
         super().__init__()
-        self._group, self._message = group, message
+        self._group = group
+        self._message = message
         self._told: set[str] = set()
         self._calls = 0
         self._hooks: list[Any] = []
@@ -110,7 +111,8 @@ class SplitActivations(Follower):
             or torch._C._are_functorch_transforms_active()
         ):
             return
-        weight, split_dim = module.weight, module.split_output
+        weight = module.weight
+        split_dim = module.split_output
         if isinstance(output, Tensor) and isinstance(weight, Tensor) and isinstance(split_dim, int):
             self.mark(
                 output, split_axes.axes_of_columns(output.shape, weight.shape[:-1], split_dim)
@@ -177,7 +179,8 @@ class SplitActivations(Follower):
             return
         try:
             outcome = split_functions.outcome_of(func, name, args, kwargs, result)
-        except Exception:  # who looks on must not end a right program: a call of a form unknown here is not followed
+        except Exception:
+            # who looks on must not end a right program: a call of a form unknown here is not followed
             return
         if isinstance(outcome, Finding):
             self._tell(outcome)
@@ -231,11 +234,10 @@ class SplitActivations(Follower):
             if is_read:
                 self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
             return
-        others = [
-            x
-            for x in pytree.tree_leaves((args, kwargs))
-            if isinstance(x, Tensor) and not any(x is y for y in inputs)
-        ]
+        # a sum of parts plus something whole would count the whole once per rank
+        input_ids = {id(x) for x in inputs}
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        others = [x for x in tensors if id(x) not in input_ids]
         if others or name not in split_functions.LINEAR:
             self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
         else:
@@ -244,6 +246,7 @@ class SplitActivations(Follower):
     def _tell(self, finding: Finding) -> None:
         if finding.kind in self._told:
             return
+        # once per kind: an activation goes through the same lines in every layer
         self._told.add(finding.kind)
         if self._message:
             if len(self._told) == 1:

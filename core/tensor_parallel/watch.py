@@ -52,7 +52,8 @@ _BATCH = "the batch"
 def _has_full_memory(parameter: Tensor) -> bool:
     """Whether it is no other kind of tensor (FSDP2's), and its memory is there (ZeRO-3 frees it)."""
     plain = type(parameter).__torch_dispatch__ is Parameter.__torch_dispatch__
-    with torch._C.DisableTorchFunctionSubclass():  # asking must not gather it
+    # asking must not gather it
+    with torch._C.DisableTorchFunctionSubclass():
         return (
             plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
         )
@@ -87,18 +88,20 @@ class SplitWatch:
         sums_foreign: bool = False,
         warns_of_hooks: bool = True,
     ) -> None:
-        self._group, self._expert_group, self._sums_foreign = group, expert_group, sums_foreign
-        self._forwards, self._warned_of_hooks = 0, not (warns_of_hooks and group is not None)
+        self._group = group
+        self._expert_group = expert_group
+        self._sums_foreign = sums_foreign
+        self._forwards = 0
+        self._warned_of_hooks = not (warns_of_hooks and group is not None)
         self._warned_of_parts = False
-        self._by_hand: ByHand | None = None  # observes arithmetic between forwards
+        # observes arithmetic between forwards
+        self._by_hand: ByHand | None = None
         self._split: list[tuple[nn.Module, str]] = []
         self._forwards_with_gradients = 0
-        self._warned_of: set[tuple[str, bool]] = (
-            set()
-        )  # kinds of arithmetic, on weights or on gradients
-        self._probe: tuple[Tensor, int] | None = (
-            None  # a parameter, and its version in the last forward
-        )
+        # kinds of arithmetic, on weights or on gradients
+        self._warned_of: set[tuple[str, bool]] = set()
+        # a parameter, and its version in the last forward
+        self._probe: tuple[Tensor, int] | None = None
 
     def __deepcopy__(self, memo: dict) -> "SplitWatch":
         copy = SplitWatch(
@@ -115,15 +118,22 @@ class SplitWatch:
         """
         if self._by_hand is not None:
             self._by_hand.close()
-        if torch._C._are_functorch_transforms_active():  # values cannot be compared there
+        # values cannot be compared there
+        if torch._C._are_functorch_transforms_active():
             return
         self._forwards += 1
+        # an optimizer writes in place, which autograd's counter shows
         updated = self._probe is not None and self._probe[0]._version != self._probe[1]
+        # powers of two: a run of many steps compares a few dozen times
         if self._forwards & (self._forwards - 1) and not updated:
             return
-        if self._forwards == 1 or updated:  # only the first update is waited for
+        # only the first update is waited for
+        if self._forwards == 1 or updated:
             probe = next((p for p in module.parameters() if p.requires_grad), None)
-            self._probe = (probe, probe._version) if probe is not None and not updated else None
+            if probe is not None and not updated:
+                self._probe = (probe, probe._version)
+            else:
+                self._probe = None
         keep_layouts(module)
         if self._sums_foreign:
             sum_gradients_of_foreign(module, self._group)
@@ -177,7 +187,8 @@ class SplitWatch:
 
     def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
         mixes_shards = heard.kind == "sum" and self._mixes_shards(heard)
-        model_alive, kind = module(), (heard.kind, heard.of_gradient)
+        model_alive = module()
+        kind = (heard.kind, heard.of_gradient)
         if (
             model_alive is None
             or kind in self._warned_of
@@ -230,6 +241,7 @@ class SplitWatch:
             (name, p) for name, p in named if not {"tp", "ep"} & layout_of(p).split.keys()
         ]
         split = {name: p for name, p in named if "tp" in layout_of(p).split and p.dim() > 1}
+        # one number per tensor, all in one message: equal checksums are taken for equal values
         local_sums = torch.stack(
             [checksum(x) for x in (*inputs, *(p for _, p in replicated), *split.values())]
         )
@@ -241,6 +253,7 @@ class SplitWatch:
             other = int((gathered[:, column] != gathered[0, column]).nonzero()[0])
             raise ValueError(self._difference_message(group, labels[column], other))
         split_sums = gathered[:, len(labels) :]
+        # parts that are all equal were drawn or broadcast as if they were whole
         if split_sums[0].any() and (split_sums == split_sums[0]).all():
             raise ValueError(
                 f"all {len(split)} split weights are the same on the {group.size} tensor ranks, which hold "
@@ -331,11 +344,13 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
     is_replicated: None is where the values of `output` are the same on all ranks.
     Raises ValueError there, on every rank, if they differ by more than rounding: each rank would train another loss.
     """
-    is_first, values = True, None
+    is_first = True
+    values = None
     if is_replicated is None:
         detached = output.detach()
         if detached.numel() == 0 or (detached == detached.reshape(-1)[0]).all():
-            return  # parts of a head that begins with zeros are the same, too
+            # parts of a head that begins with zeros are the same, too
+            return
         values = fingerprint(detached)
 
     def hook(gradient: Tensor) -> None:

@@ -32,19 +32,25 @@ def watch_optimizers(model: nn.Module) -> None:
 
     Through torch's hook on every optimizer's step; it goes with the model.
     """
-    model_reference, warned = weakref.ref(model), False
+    model_reference = weakref.ref(model)
+    warned = False
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal warned
-        optimizer_class, model_alive = type(optimizer), model_reference()
+        optimizer_class = type(optimizer)
+        model_alive = model_reference()
         is_elementwise = (
             optimizer_class.__name__ in _ELEMENTWISE
             or optimizer_class.__module__.startswith("core.")
         )
         if is_elementwise or model_alive is None or warned:
             return
-        optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        split_names, fused_names = [], []
+        optimized_ids = set()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                optimized_ids.add(id(p))
+        split_names = []
+        fused_names = []
         for name, parameter in model_alive.named_parameters():
             if id(parameter) not in optimized_ids:
                 continue
@@ -54,7 +60,8 @@ def watch_optimizers(model: nn.Module) -> None:
             elif parameter.dim() > 2:
                 fused_names.append(name)
         if affected := split_names or fused_names:
-            warned = True  # the hook stays: torch walks through them now
+            # the hook stays: torch walks through them now
+            warned = True
             warnings.warn(
                 f"{optimizer_class.__name__} may look at a matrix as a whole (as Adafactor, Muon, LAMB do): of "
                 f"{affected[0]} it sees this rank's part, or [groups, heads, d, h] for [out, in], and does something "

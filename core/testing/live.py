@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SCALAR = 8  # bytes: storages of at most this size are single numbers and not counted
+# bytes: storages of at most this size are single numbers and not counted
+SCALAR = 8
 
 
 class LiveBytes(TorchDispatchMode):
@@ -79,7 +80,8 @@ class LiveBytes(TorchDispatchMode):
         if existing_ref is None or existing_ref() is None:
 
             def forget_storage(ref: weakref.ref) -> None:
-                if self._refs.get(key) is ref:  # and not another storage, which got its address
+                # and not another storage, which got its address
+                if self._refs.get(key) is ref:
                     del self._refs[key]
                     self._total -= self._sizes.pop(key)
 
@@ -98,7 +100,8 @@ class LiveBytes(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._count(leaf)
-        if self._total > self._peak:  # sizes may have changed since they were last read: read all
+        # sizes may have changed since they were last read: read all
+        if self._total > self._peak:
             _ = self.live
         return out
 

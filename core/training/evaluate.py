@@ -77,21 +77,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "at least 0"
         )
     trained = find_trained(options.model, options.source, described="--config" in flags)
-    names, given = _texts(options.data, trained)
+    names, given = _texts_and_settings(options.data, trained)
     loaded = load_run(flags, defaults={**trained.settings, **given})
-    run = checked(replace(loaded, run=_fitted(loaded, options.max_batches)), started_processes())
+    run = checked(
+        replace(loaded, run=_with_small_batches(loaded, options.max_batches)), started_processes()
+    )
     with launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
         same_on_all_ranks(run)
         ps = ParallelState.build(run.parallel, device=device)
         corpus = open_corpus(run.data, run.training, ps)
         _refuse_other_tokenizer(trained, corpus)
-        corpus = corpus.shortened(options.max_tokens) if options.max_tokens else corpus
+        if options.max_tokens:
+            corpus = corpus.shortened(options.max_tokens)
         if not corpus.validation_texts:
             raise ValueError("the run has 0 validation texts; give --data PREFIX")
         stages = trained.load(run, corpus.tokenizer.vocab_size, ps)
         found = evaluate_texts(executor_of(stages, run, ps), corpus, ps)
         if ps.rank == 0:
-            _tell(
+            _print_losses(
                 trained.url,
                 {names.get(name, name): text for name, text in found.items()},
                 options.json,
@@ -101,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _texts(
+def _texts_and_settings(
     prefixes: Sequence[str] | None, trained: Trained
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """(name of a validation text -> the prefix as it was given, settings that make them the only texts)."""
@@ -110,7 +113,9 @@ def _texts(
     first, *others = prefixes
     sets = {f"text{number}": prefix for number, prefix in enumerate(others, 2)}
     # the tokenizer is the one beside the first text, or of text that is to be prepared the run's
-    tokenizer = _tokenizer_of_run(trained) if any(map(is_text, prefixes)) else None
+    tokenizer = None
+    if any(map(is_text, prefixes)):
+        tokenizer = _tokenizer_of_run(trained)
     settings = {
         "data.train": [first],
         "data.valid": [first],
@@ -126,7 +131,8 @@ def _tokenizer_of_run(trained: Trained) -> str:
     folder = None if said == "None" else said
     if own := tokenizer_in(folder):
         return own
-    given, train = trained.settings.get("data.tokenizer"), trained.settings.get("data.train") or ()
+    given = trained.settings.get("data.tokenizer")
+    train = trained.settings.get("data.train") or ()
     if given not in (None, "None"):
         return str(given)
     prefixes = [prefix for _, prefix in open_blend(train)] if train else []
@@ -140,9 +146,10 @@ def _tokenizer_of_run(trained: Trained) -> str:
     return str(beside)
 
 
-def _fitted(loaded: Loaded, max_batches: int) -> RunConfig:
+def _with_small_batches(loaded: Loaded, max_batches: int) -> RunConfig:
     """The run with a batch of a few microbatches per rank, where no flag says otherwise."""
-    run, training = loaded.run, loaded.run.training
+    run = loaded.run
+    training = loaded.run.training
     if loaded.origin["training.global_batch_size"] in ("default", "script"):
         data_ranks = max(1, started_processes() // run.parallel.model_ranks)
         rows = training.micro_batch_size * data_ranks * run.parallel.pipeline
@@ -159,7 +166,7 @@ def _refuse_other_tokenizer(trained: Trained, corpus: Corpus) -> None:
         )
 
 
-def _tell(url: str, found: Mapping[str, TextLoss], as_json: bool, limited: bool) -> None:
+def _print_losses(url: str, found: Mapping[str, TextLoss], as_json: bool, limited: bool) -> None:
     rows = {}
     for name, text in found.items():
         values = {

@@ -26,8 +26,10 @@ def function_of(name: str) -> Callable[..., Any]:
         raise ValueError(f"{name!r} is no function; write package.module:function")
     module_name, _, function_name = name.partition(":")
     if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # torchrun puts the script's directory there alone
+        # torchrun puts the script's directory there alone
+        sys.path.append(os.getcwd())
     try:
+        # a user's module may raise anything while it is imported
         module = importlib.import_module(module_name)
     except Exception as error:
         raise ValueError(

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"{started} processes for --parallel.tensor {options.tensor}; start as many: torchrun --nproc-per-node"
         )
-    how = Sampling(
+    sampling = Sampling(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
     )
     source = Path(options.source or options.model).expanduser()
@@ -82,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer = load_tokenizer(
             options.tokenizer or source / "tokenizer.json", options.end_of_text
         )
+    # the embedding may have more rows than the tokenizer tokens (padding), never fewer
     if tokenizer.vocab_size > (vocab_size := arguments_of_model["vocab_size"]):
         raise ValueError(
             f"the tokenizer of {source} has {tokenizer.vocab_size} tokens, its embedding {vocab_size} rows; they are "
@@ -96,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             load({"model": model.sharded_state_dict()}, options.model, ps=ps, cast=True)
         else:
             load_huggingface(model, source)
-        _write(model, tokenizer, options.prompt, options.new_tokens, how, ps)
+        _print_texts(model, tokenizer, options.prompt, options.new_tokens, sampling, ps)
         ps.leave()
         destroy_model_parallel()
     return 0
@@ -118,19 +119,18 @@ def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bo
         )
 
 
-def _write(
+def _print_texts(
     model: GPTModel,
     tokenizer: AnyTokenizer,
     prompts: list[str],
     new_tokens: int,
-    how: Sampling,
+    sampling: Sampling,
     ps: ParallelState,
 ) -> None:
     """Prints each text; of a single prompt each token as soon as it is known."""
     tokens = [tokenizer.encode(prompt) for prompt in prompts]
-    shown = tokenizer.decode(
-        tokens[0]
-    )  # which may differ from the prompt: some tokenizers change case or spaces
+    # which may differ from the prompt: some tokenizers change case or spaces
+    shown = tokenizer.decode(tokens[0])
     new: list[int] = []
 
     def stream(row: int, token: int) -> None:
@@ -149,7 +149,7 @@ def _write(
         model,
         tokens,
         new_tokens=new_tokens,
-        sampling=how,
+        sampling=sampling,
         stop=[tokenizer.end_of_text],
         on_token=stream if alone else None,
     )

@@ -90,6 +90,7 @@ def generate_batch(
     ]
     modules: list[nn.Module] = [model] if executor is None else list(executor.modules.values())
     cached = cache and not model.place.splits_sequence and all(map(_can_cache, modules))
+    # without a cache each text runs by itself, with its full prefix
     batches = [[number] for number in range(len(texts))]
     if cached and texts:
         batches = [list(range(len(texts)))]
@@ -157,8 +158,12 @@ class _Text:
             raise ValueError(
                 f"the prompt has {len(prompt)} tokens, the model takes 1 to {longest}; shorten it"
             )
-        self.tokens, self.length = list(prompt), min(len(prompt) + new_tokens, longest)
-        self._sampling, self._stop, self._stopped = sampling, frozenset(stop), False
+        self.tokens = list(prompt)
+        self.length = min(len(prompt) + new_tokens, longest)
+        self._sampling = sampling
+        self._stop = frozenset(stop)
+        self._stopped = False
+        # of each text its own: what it draws does not depend on the others in the batch
         self._generator = torch.Generator().manual_seed(seed)
 
     @property
@@ -171,6 +176,7 @@ class _Text:
 
     def add(self, token: int) -> None:
         self.tokens.append(token)
+        # the token that ends a text belongs to it
         self._stopped = token in self._stop
 
 
@@ -184,12 +190,10 @@ class _Batch:
         texts: list[_Text],
         cached_modules: list[nn.Module],
     ) -> None:
-        self._model, self._executor, self._texts, self._cached_modules = (
-            model,
-            executor,
-            texts,
-            cached_modules,
-        )
+        self._model = model
+        self._executor = executor
+        self._texts = texts
+        self._cached_modules = cached_modules
         self._device = model.parallel.device
         self._width = max(len(text.tokens) for text in texts)
         # shorter prompts are filled up on the left, so that the next token of all is at the same place
@@ -199,24 +203,33 @@ class _Batch:
         # a text is preceded by its padding and ends at its own length
         positions = max(text.length + self._width - len(text.tokens) for text in texts)
         columns = torch.arange(positions, device=self._device)
-        padding = (
-            columns < self._fill[:, None] if len(texts) > 1 and bool(self._fill.any()) else None
-        )
+        padding = None
+        if len(texts) > 1 and bool(self._fill.any()):
+            padding = columns < self._fill[:, None]
         self._cache = KVCache(len(columns), padding)
-        self._cached_tokens = 0  # the same on all ranks: a stage without layers keeps no keys
+        # the same on all ranks: a stage without layers keeps no keys
+        self._cached_tokens = 0
 
     def advance(self) -> dict[int, int]:
         """One more token for each text that is not complete: row -> token."""
         if all(text.is_complete for text in self._texts):
             return {}
-        logits, model = self._forward(), self._model
+        logits = self._forward()
+        model = self._model
         chosen = torch.zeros(len(self._texts), dtype=torch.int64, device=self._device)
         if logits is not None:
-            full_logits = model.gather_logits(logits) if model.parallel_output else logits
-            last = -1 if self._cached_modules else len(self._texts[0].tokens) - 1
+            if model.parallel_output:
+                full_logits = model.gather_logits(logits)
+            else:
+                full_logits = logits
+            if self._cached_modules:
+                last = -1
+            else:
+                last = len(self._texts[0].tokens) - 1
             for row, text in enumerate(self._texts):
                 if not text.is_complete:
                     chosen[row] = text.choose(full_logits[row, last])
+        # drawn where the logits are, then told to all stages, which embed it next
         if self._executor is not None:
             chosen = self._executor.from_last_stage(chosen)
         new: dict[int, int] = {}
@@ -230,7 +243,8 @@ class _Batch:
     def running(self) -> Iterator[None]:
         """Around all calls of `advance`: the model in eval mode, its attentions with the cache."""
         # the model warns of logits that are split over tensor ranks; here they are gathered
-        warns_of_columns, self._model.tells_of_columns = self._model.tells_of_columns, False
+        warns_of_columns = self._model.tells_of_columns
+        self._model.tells_of_columns = False
         modules = [self._model] if self._executor is None else [*self._executor.modules.values()]
         try:
             with ExitStack() as stack:
@@ -245,7 +259,10 @@ class _Batch:
 
     def _forward(self) -> Tensor | None:
         """Logits [b, s or 1, v_padded/tp], None on ranks without the last stage."""
-        batch = self._new_tokens() if self._cached_modules else self._full_prefix()
+        if self._cached_modules:
+            batch = self._new_tokens()
+        else:
+            batch = self._full_prefix()
         if self._executor is None:
             logits: Tensor | None = self._model(**batch)
         else:  # one microbatch: several would share one cache
@@ -254,9 +271,8 @@ class _Batch:
 
     def _full_prefix(self) -> dict[str, Tensor]:
         (text,) = self._texts
-        padding = [0] * (
-            -len(text.tokens) % text.multiple
-        )  # on the right: causal attention does not see it
+        # on the right: causal attention does not see it
+        padding = [0] * (-len(text.tokens) % text.multiple)
         return {"tokens": torch.tensor([text.tokens + padding], device=self._device)}
 
     def _new_tokens(self) -> dict[str, Tensor]:

@@ -34,7 +34,8 @@ class Sampling:
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
         """A token by its logits [v]. ValueError: they are not finite numbers."""
-        likeliest = logits.argmax()  # of NaN the first, where there is one
+        # of NaN the first, where there is one
+        likeliest = logits.argmax()
         if bool(logits[likeliest].isnan()):
             raise ValueError("the model's logits are NaN: its weights are, or were never filled")
         if self.temperature == 0:
@@ -42,7 +43,8 @@ class Sampling:
         # drawn on the CPU: one generator gives the same tokens on every kind of device
         scaled = logits.double().cpu() / self.temperature
         if self.top_k is not None and self.top_k < len(scaled):
-            kept = scaled.topk(self.top_k)  # of equal ones the first: exactly k
+            # of equal ones the first: exactly k
+            kept = scaled.topk(self.top_k)
             scaled = torch.full_like(scaled, -torch.inf).scatter(0, kept.indices, kept.values)
         probabilities = torch.softmax(scaled, -1)
         if self.top_p is not None:
@@ -53,6 +55,7 @@ class Sampling:
     def _nucleus(probabilities: Tensor, top_p: float) -> Tensor:
         """Zero outside of the smallest set of tokens that together have `top_p`; the likeliest is in it."""
         ordered, tokens = probabilities.sort(descending=True)
+        # what comes before a token: the likeliest has 0 before it, and always stays
         before = ordered.cumsum(0) - ordered
         kept = torch.zeros_like(probabilities)
         kept[tokens] = torch.where(before < top_p, ordered, 0.0)

@@ -47,9 +47,10 @@ class _SiluGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         if torch.is_grad_enabled():
+            # a configuration is read without autograd
             from core.autograd.gradients import (
                 no_second_derivative,
-            )  # a configuration is read without autograd
+            )
 
             raise no_second_derivative("the fused SwiGLU")
         return silu_gate_gradient(ctx.saved_tensors[0], g)

@@ -17,7 +17,8 @@ class Dropout(nn.Module):
 
     def __init__(self, build: Build, p: float, site: str, *, sharded: bool) -> None:
         super().__init__()
-        self.p, self.stage = p, build.stage
+        self.p = p
+        self.stage = build.stage
         # Another mask per layer, per site in the layer and, where ranks hold other elements, per tensor rank.
         self.key: tuple[int | str, ...] = (
             build.layer + 1,

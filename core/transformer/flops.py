@@ -10,34 +10,36 @@ def multiplications_per_token(
 
     Causal attention counts half its square, what a causal kernel computes; a figure that counts all of it is larger.
     """
-    h, d, heads, groups = (
-        config.hidden_size,
-        config.head_size,
-        config.num_attention_heads,
-        config.groups,
-    )
+    h = config.hidden_size
+    d = config.head_size
+    heads = config.num_attention_heads
+    groups = config.groups
     projections = h * d * (2 * heads + 2 * groups)
     layers = []
     for layer in range(config.num_layers):
         # a query meets sequence_length / 2 keys on average, in the scores and again in the values
-        keys = _visible(sequence_length, config.windows[layer] if config.windows else None)
+        keys = _mean_visible_keys(
+            sequence_length, config.windows[layer] if config.windows else None
+        )
         scores_and_values = round(2 * keys * heads * d)
         layers.append(projections + scores_and_values + _feed_forward(config, layer))
     return layers, h * vocab_size
 
 
 def _feed_forward(config: TransformerConfig, layer: int) -> int:
-    h, products = config.hidden_size, 3 if config.gated_linear_unit else 2
+    h = config.hidden_size
+    products = 3 if config.gated_linear_unit else 2
     if not config.has_experts(layer):
         return h * config.ffn * products
     assert config.num_moe_experts is not None
     width = config.moe_router_topk * config.moe_ffn + (
         config.moe_shared_expert_intermediate_size or 0
     )
-    return h * (width * products + config.num_moe_experts)  # the last is the router
+    # the last is the router
+    return h * (width * products + config.num_moe_experts)
 
 
-def _visible(sequence_length: int, window: int | None) -> float:
+def _mean_visible_keys(sequence_length: int, window: int | None) -> float:
     """Keys that a query sees, on average over the sequence; with a window the first queries see fewer."""
     if window is None or window >= sequence_length:
         return sequence_length / 2

@@ -142,4 +142,5 @@ class TransformerBlock(nn.Module):
             )
         if self.final_layernorm is None:
             return x
+        # only the last stage normalises: the stages before hand the residual stream on as it is
         return self.final_layernorm(x)

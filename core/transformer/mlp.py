@@ -18,7 +18,8 @@ class MLP(nn.Module):
     def __init__(self, build: Build) -> None:
         super().__init__()
         config = build.config
-        self.gated, self.activation = config.gated_linear_unit, config.activation
+        self.gated = config.gated_linear_unit
+        self.activation = config.activation
         # Splitting fc1 by columns and fc2 by rows needs one sum over the ranks per MLP, after fc2: the activation
         # works on each rank's own columns (Megatron-LM, arXiv 1909.08053, section 3).
         self.linear_fc1 = ColumnParallelLinear(

@@ -25,10 +25,8 @@ def _to_float32(x: Tensor) -> Tensor:
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised x, and 1 / rms of each row."""
     # Statistics in float32 at least: a mean of squares of 16-bit values would lose its last digits.
-    alike = x.dtype == weight.dtype and x.dtype in (
-        torch.float32,
-        torch.float64,
-    )  # of a new token conversions count
+    # Nothing is converted where that is so already: of a single new token conversions are most of the time.
+    alike = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
     if alike:
         wide = x.dtype
     else:
@@ -57,10 +55,12 @@ class _RMSNorm(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("the fused RMSNorm")
         x, weight, inverse_rms = ctx.saved_tensors
-        size, wide = x.shape[-1], inverse_rms.dtype
+        size = x.shape[-1]
+        wide = inverse_rms.dtype
         grad32 = grad.to(wide)
         # x / rms is computed again: keeping it would cost as much memory as the activation itself.
-        normalized, weighted = x.to(wide) * inverse_rms, grad32 * weight.to(wide)
+        normalized = x.to(wide) * inverse_rms
+        weighted = grad32 * weight.to(wide)
         mean = torch.linalg.vecdot(weighted, normalized).div_(size).unsqueeze(-1)
         dx = weighted.addcmul_(normalized, mean, value=-1).mul_(inverse_rms).to(x.dtype)
         dw = normalized.mul_(grad32).reshape(-1, size).sum(0).to(weight.dtype)
@@ -77,13 +77,16 @@ class _Norm(SpreadModule):
     def __init__(self, build: Build, size: int, *, over_heads: bool = False) -> None:
         super().__init__()
         place = build.place
-        self.shape, self.eps = (size,), build.config.layernorm_epsilon
+        self.shape = (size,)
+        self.eps = build.config.layernorm_epsilon
+        # a norm of heads sees this rank's heads, one of activations all rows or this rank's
         partial = frozenset({"tp"}) if over_heads else place.sequence_partial
         self.group = place.group if partial else None
         self.zero_centered = build.config.layernorm_zero_centered_gamma
         init = Init(mean=0.0 if self.zero_centered else 1.0)
         self.weight = place.parameter(Layout((size,), partial=partial), init)
-        self.partial, self.place = partial, place
+        self.partial = partial
+        self.place = place
 
     def scale(self) -> Tensor:
         """What normalised values are multiplied by: the weight, or 1 + weight in float32 at least."""
@@ -134,7 +137,8 @@ class _AllHeadsRMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, group: Group | None, scale: Tensor, size: int, eps: float
     ) -> Tensor:
-        ctx.group, ctx.size = group, size
+        ctx.group = group
+        ctx.size = size
         x32 = _to_float32(x)
         mean_square = _sum_over_heads(x32.square(), group).div_(size)
         inverse_rms = mean_square.add_(eps).rsqrt_()
@@ -147,7 +151,8 @@ class _AllHeadsRMSNorm(torch.autograd.Function):
             raise no_second_derivative("the fused RMSNorm")
         x, scale, inverse_rms = ctx.saved_tensors
         grad32 = _to_float32(grad)
-        normalized, weighted = _to_float32(x) * inverse_rms, grad32 * _to_float32(scale)
+        normalized = _to_float32(x) * inverse_rms
+        weighted = grad32 * _to_float32(scale)
         mean = _sum_over_heads(weighted * normalized, ctx.group).div_(ctx.size)
         dx = weighted.addcmul_(normalized, mean, value=-1).mul_(inverse_rms).to(x.dtype)
         return (
@@ -180,19 +185,22 @@ class AllHeadsRMSNorm(SpreadModule):
 
     def __init__(self, build: Build, heads: int) -> None:
         super().__init__()
-        place, config = build.place, build.config
-        self.size, self.head_size, self.eps = (
-            heads * config.head_size,
-            config.head_size,
-            config.layernorm_epsilon,
-        )
-        self.group, self.zero_centered = place.group, config.layernorm_zero_centered_gamma
+        place = build.place
+        config = build.config
+        self.size = heads * config.head_size
+        self.head_size = config.head_size
+        self.eps = config.layernorm_epsilon
+        self.group = place.group
+        self.zero_centered = config.layernorm_zero_centered_gamma
         init = Init(mean=0.0 if self.zero_centered else 1.0)
         self.weight = place.parameter(Layout((self.size,), split={"tp": 0}), init)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, a/tp, s, d] -> [b, a/tp, s, d]."""
-        scale = 1 + _to_float32(self.weight) if self.zero_centered else self.weight
+        if self.zero_centered:
+            scale = 1 + _to_float32(self.weight)
+        else:
+            scale = self.weight
         return _all_heads_rms_norm(
             x, self.group, scale.view(-1, 1, self.head_size), self.size, self.eps
         )

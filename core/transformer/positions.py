@@ -51,7 +51,8 @@ def scaled_frequencies(frequencies: Tensor, scaling: RotaryScaling | None) -> Te
     assert scaling.kind == "llama3", scaling.kind
     # 1 where a wavelength fits often into the original length (unchanged), 0 where it hardly does (slowed down)
     wavelengths_in_original = scaling.original_max_position_embeddings * frequencies / (2 * pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     unchanged_share = ((wavelengths_in_original - low) / (high - low)).clamp(0, 1)
     return unchanged_share * frequencies + (1 - unchanged_share) * slowed
 
@@ -70,14 +71,17 @@ class Rotary(nn.Module):
     ) -> None:
         super().__init__()
         config = build.config
-        rotary = rotary if rotary is not None else config.rotary
+        if rotary is None:
+            rotary = config.rotary
         width = int(config.head_size * rotary.percent)
         if width % 2 or width == 0:
             raise ValueError(
                 f"rotary needs an even number of dims per head, got {width} of kv_channels={config.head_size}; "
                 "change kv_channels, num_attention_heads or rotary_percent"
             )
-        self.width, self.base, self.positions = width, rotary.base, max_sequence_length
+        self.width = width
+        self.base = rotary.base
+        self.positions = max_sequence_length
         self.scaling = rotary.scaling
         self.device = build.parallel.device
         for name, table in self._tables(build.place.device, config.params_dtype).items():
@@ -85,6 +89,7 @@ class Rotary(nn.Module):
 
     def _tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """cos and sin [positions, d/2], computed in float64."""
+        # in float64: in float32 the angle of a position beyond 100,000 would be off by hundredths
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         positions_column = torch.arange(self.positions, dtype=torch.float64, device="cpu")
         angle = torch.outer(
@@ -137,6 +142,7 @@ class RotaryPerLayer(nn.Module):
 
     def forward(self, s: int, position_ids: Tensor | None) -> LayerTables:
         """By the layers' global numbers: what `Rotary` gives, None where a layer does not rotate."""
+        # each different table is cut once, not once per layer
         tables = {name: child(s, position_ids) for name, child in self.named_children()}
         return [None if name is None else tables[name] for name in self._names]
 

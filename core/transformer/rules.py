@@ -13,16 +13,17 @@ if TYPE_CHECKING:
 
 def layout_rules(config: TransformerConfig, parallel: ParallelConfig) -> Iterator[tuple[bool, str]]:
     """(holds, message) for every fact of `config` that a layout of `parallel` divides."""
-    tp, pp = parallel.tensor, parallel.pipeline
-    heads, groups = config.num_attention_heads, config.groups
-    yield _divides("num_attention_heads", heads, tp, heads)
-    yield _divides("num_query_groups", groups, tp, groups)
-    if not all(
-        map(config.has_experts, range(config.num_layers))
-    ):  # experts are whole on each tensor rank
-        yield _divides("ffn_hidden_size", config.ffn, tp, config.ffn)
+    tp = parallel.tensor
+    pp = parallel.pipeline
+    heads = config.num_attention_heads
+    groups = config.groups
+    yield _divides_rule("num_attention_heads", heads, tp, heads)
+    yield _divides_rule("num_query_groups", groups, tp, groups)
+    # experts are whole on each tensor rank
+    if not all(map(config.has_experts, range(config.num_layers))):
+        yield _divides_rule("ffn_hidden_size", config.ffn, tp, config.ffn)
     if (shared := config.moe_shared_expert_intermediate_size) is not None:
-        yield _divides("moe_shared_expert_intermediate_size", shared, tp, shared)
+        yield _divides_rule("moe_shared_expert_intermediate_size", shared, tp, shared)
     yield from _context_rules(config, parallel)
     yield from _expert_rules(config, parallel.expert)
     yield (
@@ -49,7 +50,9 @@ def _expert_rules(config: TransformerConfig, ranks: int) -> Iterator[tuple[bool,
 def _context_rules(
     config: TransformerConfig, parallel: ParallelConfig
 ) -> Iterator[tuple[bool, str]]:
-    context, ulysses, tp = parallel.context, parallel.ulysses_ranks, parallel.tensor
+    context = parallel.context
+    ulysses = parallel.ulysses_ranks
+    tp = parallel.tensor
     yield (
         context == 1 or config.attention_dropout == 0,
         f"attention_dropout={config.attention_dropout} with context={context}: no kernel drops out of attention that "
@@ -59,7 +62,8 @@ def _context_rules(
         ("num_attention_heads", config.num_attention_heads),
         ("num_query_groups", config.groups),
     ):
-        local = size // tp if size % tp == 0 else 0  # else another rule refuses it
+        # else another rule refuses it
+        local = size // tp if size % tp == 0 else 0
         valid = ", ".join(str(d) for d in range(1, local + 1) if local % d == 0)
         yield (
             local % ulysses == 0,
@@ -90,7 +94,7 @@ def knows_context(part: object) -> bool:
     return bool(getattr(part, "__dict__", {}).get("knows_context", False))
 
 
-def _divides(name: str, size: int, tp: int, limit: int) -> tuple[bool, str]:
+def _divides_rule(name: str, size: int, tp: int, limit: int) -> tuple[bool, str]:
     valid = ", ".join(str(d) for d in range(1, 65) if limit % d == 0)
     return (
         size % tp == 0,

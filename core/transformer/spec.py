@@ -51,7 +51,8 @@ class NormPart(Protocol):
 
 
 Part = Callable[[Build], nn.Module]
-PositionPart = Callable[[Build, int], nn.Module]  # (build, max_sequence_length)
+# (build, max_sequence_length)
+PositionPart = Callable[[Build, int], nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True)

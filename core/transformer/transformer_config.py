@@ -32,11 +32,9 @@ class RotaryScaling:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        low, high, original = (
-            self.low_freq_factor,
-            self.high_freq_factor,
-            self.original_max_position_embeddings,
-        )
+        low = self.low_freq_factor
+        high = self.high_freq_factor
+        original = self.original_max_position_embeddings
         rules = [
             (
                 self.kind in ROTARY_SCALINGS,
@@ -86,9 +84,8 @@ class TransformerConfig:
     kv_channels: int | None = None  # hidden_size / num_attention_heads: the size of one head
     normalization: str = "LayerNorm"
     layernorm_epsilon: float = 1e-5
-    layernorm_zero_centered_gamma: bool = (
-        False  # norms multiply by 1 + weight, and weights begin at 0 (Gemma)
-    )
+    # norms multiply by 1 + weight, and weights begin at 0 (Gemma)
+    layernorm_zero_centered_gamma: bool = False
     qk_layernorm: bool = False  # normalise each head of query and key
     activation_func: str | Activation = "gelu"
     gated_linear_unit: bool = False
@@ -101,31 +98,27 @@ class TransformerConfig:
     rotary_scaling: RotaryScaling | None = None  # the frequencies as `rotary_base` gives them
     # per layer, instead of the three above; a layer with None does not rotate (NoPE, arXiv 2305.19466)
     rotary_per_layer: tuple[RotaryConfig | None, ...] | None = None
-    softmax_scale: float | None = None  # head_size ** -0.5: of the scores, before their softmax
-    embedding_multiplier: float = (
-        1.0  # of token embeddings; a tied output layer multiplies by the table itself
-    )
-    windows: tuple[int | None, ...] | None = (
-        None  # per layer: tokens that a token sees, itself included
-    )
+    # head_size ** -0.5: of the scores, before their softmax
+    softmax_scale: float | None = None
+    # of token embeddings; a tied output layer multiplies by the table itself
+    embedding_multiplier: float = 1.0
+    # per layer: tokens that a token sees, itself included
+    windows: tuple[int | None, ...] | None = None
     # a mixture of experts in the place of MLPs; see core/transformer/moe
     num_moe_experts: int | None = None  # None: no layer has experts
-    moe_layer_freq: int | tuple[int, ...] = (
-        1  # n: every n-th layer from the first; or 1 or 0 of each layer
-    )
+    # n: every n-th layer from the first; or 1 or 0 of each layer
+    moe_layer_freq: int | tuple[int, ...] = 1
     moe_router_topk: int = 2  # experts of a token
     moe_ffn_hidden_size: int | None = None  # ffn_hidden_size: the width of one expert
-    moe_shared_expert_intermediate_size: int | None = (
-        None  # of an MLP that every token uses beside its experts
-    )
+    # of an MLP that every token uses beside its experts
+    moe_shared_expert_intermediate_size: int | None = None
     moe_router_score_function: str = "softmax"  # or "sigmoid"
     moe_router_pre_softmax: bool = False  # softmax over all experts instead of the chosen ones
     moe_router_topk_scaling_factor: float | None = None  # of the weights
     moe_router_num_groups: int | None = None  # experts are chosen from the best groups only
     moe_router_group_topk: int | None = None  # so many groups
-    moe_router_enable_expert_bias: bool = (
-        False  # added to scores for the choice; moves after each step
-    )
+    # added to scores for the choice; moves after each step
+    moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3  # by so much
     # of a microbatch; "seq_aux_loss": each sequence; "global_aux_loss": the global batch before; "none"
     moe_router_load_balancing_type: str = "aux_loss"
@@ -135,9 +128,8 @@ class TransformerConfig:
     init_method_std: float = 0.02
     params_dtype: torch.dtype = torch.float32
     pipeline_dtype: torch.dtype | None = None  # params_dtype: what crosses a stage boundary
-    use_cpu_initialization: bool = (
-        True  # False: each device draws for itself (faster; values differ by device type)
-    )
+    # False: each device draws for itself (faster; values differ by device type)
+    use_cpu_initialization: bool = True
 
     def __post_init__(self, moe_expert_capacity_factor: float | None) -> None:
         def default(name: str, value: int) -> None:
@@ -160,11 +152,13 @@ class TransformerConfig:
             "ffn_hidden_size",
         ):
             yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
-        heads, groups, hidden = self.num_attention_heads, self.groups, self.hidden_size
+        heads = self.num_attention_heads
+        groups = self.groups
+        hidden = self.hidden_size
         yield (
             self.kv_channels is not None or heads < 1 or hidden % heads == 0,
             f"hidden_size={hidden} does not divide by num_attention_heads={heads}; use "
-            f"{_near(hidden, heads)}, or give kv_channels",
+            f"{_nearest_sizes(hidden, heads)}, or give kv_channels",
         )
         yield (
             groups < 1 or heads % groups == 0,
@@ -179,28 +173,8 @@ class TransformerConfig:
             callable(self.activation_func) or self.activation_func in ACTIVATIONS,
             f"unknown activation_func {self.activation_func!r}; known: {', '.join(ACTIVATIONS)}, or a function",
         )
-        for name in ("hidden_dropout", "attention_dropout"):
-            yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must lie in [0, 1)"
-        yield (
-            0 < self.rotary_percent <= 1,
-            f"rotary_percent={self.rotary_percent} must lie in (0, 1]",
-        )
-        for name in ("windows", "rotary_per_layer"):
-            layers = getattr(self, name)
-            yield (
-                layers is None or len(layers) == self.num_layers,
-                f"{name} names {len(layers or ())} layers, num_layers={self.num_layers}; give one for each",
-            )
-        for name in ("softmax_scale", "embedding_multiplier"):
-            value = getattr(self, name)
-            yield value is None or 0 < value < inf, f"{name}={value} must be positive and finite"
+        yield from self._attention_rules()
         yield from moe_rules(self)
-        if self.windows is not None:
-            narrow = [window for window in self.windows if window is not None and window < 1]
-            yield (
-                not narrow,
-                f"windows holds {narrow[:1]}; a token sees itself, so at least 1 is needed",
-            )
         yield (
             self.layernorm_epsilon > 0,
             f"layernorm_epsilon={self.layernorm_epsilon} must be positive",
@@ -218,6 +192,30 @@ class TransformerConfig:
             f"pipeline_dtype={self.pipeline_dtype} must be None or params_dtype={self.params_dtype}: stages "
             "exchange activations in the parameters' dtype",
         )
+
+    def _attention_rules(self) -> Iterator[tuple[bool, str]]:
+        """Dropout, positions, windows and scales."""
+        for name in ("hidden_dropout", "attention_dropout"):
+            yield 0 <= getattr(self, name) < 1, f"{name}={getattr(self, name)} must lie in [0, 1)"
+        yield (
+            0 < self.rotary_percent <= 1,
+            f"rotary_percent={self.rotary_percent} must lie in (0, 1]",
+        )
+        for name in ("windows", "rotary_per_layer"):
+            layers = getattr(self, name)
+            yield (
+                layers is None or len(layers) == self.num_layers,
+                f"{name} names {len(layers or ())} layers, num_layers={self.num_layers}; give one for each",
+            )
+        for name in ("softmax_scale", "embedding_multiplier"):
+            value = getattr(self, name)
+            yield value is None or 0 < value < inf, f"{name}={value} must be positive and finite"
+        if self.windows is not None:
+            narrow = [window for window in self.windows if window is not None and window < 1]
+            yield (
+                not narrow,
+                f"windows holds {narrow[:1]}; a token sees itself, so at least 1 is needed",
+            )
 
     @property
     def groups(self) -> int:
@@ -279,7 +277,7 @@ class TransformerConfig:
         return self.init_method_std / sqrt(2 * self.num_layers)
 
 
-def _near(hidden: int, heads: int) -> str:
+def _nearest_sizes(hidden: int, heads: int) -> str:
     heads = max(1, heads)  # another rule refuses fewer than one
     below = hidden // heads * heads
     if below:

@@ -127,7 +127,8 @@ def test_what_the_index_does_not_tell_is_found_by_prune(single, capsys):
         place.remove(f".index/step-00000003/{name}")
     assert CheckpointRoot(url).steps() == [1] and CheckpointRoot(url).leftovers() == []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("core.dist_checkpointing.__main__.CheckpointRoot", lambda url: CheckpointRoot(url, stale_s=0.2))
+        target = "core.dist_checkpointing.tools.steps.CheckpointRoot"
+        patch.setattr(target, lambda url: CheckpointRoot(url, stale_s=0.2))
         assert main(["prune", url, "--keep-last", "5", "--dry-run"]) == 0
         assert f"would remove step-00000003/{A}" in capsys.readouterr().out
         assert main(["prune", url, "--keep-last", "5"]) == 0

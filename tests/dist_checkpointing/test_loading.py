@@ -294,7 +294,8 @@ def falls_back(root, name, world):
     manager = CheckpointManager(root, ps=ps)
     found = small.state(0, ps.rank, world, empty=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("core.dist_checkpointing.manager.log.warning", lambda text, *more: warnings.append(text % more))
+        target = "core.dist_checkpointing.reading.newest.log.warning"
+        patch.setattr(target, lambda text, *more: warnings.append(text % more))
         step, state = manager.load_latest(found)
     small.assert_holds(found, 1)
     manager.close()

@@ -146,9 +146,9 @@ def test_the_first_documents_of_each_text_are_of_one_length_whatever_the_batch(r
 
 
 def test_a_long_validation_tells_how_far_it_is(capsys):
-    from core.training.run.evaluate import _told
+    from core.training.run.evaluate import _with_progress
 
-    assert list(_told(range(4), "books", 4, seconds=0.0)) == [0, 1, 2, 3]
+    assert list(_with_progress(range(4), "books", 4, seconds=0.0)) == [0, 1, 2, 3]
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(",")[0] for line in lines] == [f"books: batch {n} of 4" for n in range(4)]
-    assert list(_told(range(4), "books", 0, seconds=0.0)) == [0, 1, 2, 3] and not capsys.readouterr().err
+    assert list(_with_progress(range(4), "books", 0, seconds=0.0)) == [0, 1, 2, 3] and not capsys.readouterr().err

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from core.interop.deepspeed import PARTS, from_deepspeed
 from core.interop.deepspeed.__main__ import main
 from core.interop.deepspeed.keys import IGNORED, IGNORED_SECTIONS, MAPPED, UNSUPPORTED, UNSUPPORTED_SECTIONS
+from core.interop.deepspeed.optimization import CONSTANT
 from core.interop.deepspeed.reader import leaves
-from core.interop.deepspeed.sections import CONSTANT, solve_batch
+from core.interop.deepspeed.sections import solve_batch
 from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelConfig
 from core.training import DataConfig, DataParallelConfig, ModelConfig, PipelineConfig, TrainingConfig

@@ -9,8 +9,8 @@ from core.dist_checkpointing import save
 from core.models.gpt import GPTModel
 from core.models.gpt.description import description
 from core.models.huggingface import from_huggingface, load_huggingface
-from core.models.huggingface.adapters import export_adapters
 from core.models.lora import LoraConfig, apply_lora, lora_state_dict
+from core.models.lora.peft_folder import export_adapters
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
 from core.training import next_token_loss

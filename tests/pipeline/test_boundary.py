@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from core.parallel_state.layout import Layout, set_layout
 from core.pipeline import Pipeline, PipelineError
-from core.pipeline.run.boundary import check_leaf, flatten, tree_map
+from core.pipeline.run.messages.boundary import check_leaf, flatten, tree_map
 from tests.pipeline import tiny
 from tests.pool import Pool
 

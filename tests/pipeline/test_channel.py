@@ -16,7 +16,7 @@ import core
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.random import mix32
 from core.pipeline import Pipeline
-from core.pipeline.run.channel import Channel
+from core.pipeline.run.messages.channel import Channel
 from core.pipeline.run.step import stage_seed
 from core.pipeline.schedule import schedules as named
 from core.pipeline.schedule.lower import plan

@@ -11,7 +11,7 @@ from torch import nn
 
 from core.autograd import StageContext
 from core.pipeline import Costs, play
-from core.pipeline.run.channel import Channel
+from core.pipeline.run.messages.channel import Channel
 from core.pipeline.run.stage import Stage
 from core.pipeline.schedule import schedules as named
 from tests.pipeline import tiny

@@ -22,7 +22,7 @@ READS = {
 }
 # Of tensors that are in host memory by construction, also where the device is an accelerator.
 ON_HOST = {
-    "core/pipeline/run/channel.py _receive_form",  # forms travel over gloo
+    "core/pipeline/run/messages/channel.py _receive_form",  # forms travel over gloo
     "core/autograd/bag.py object_of",  # the number of a ticket
     "core/autograd/recomputation/module_state.py same_random_state",  # states of generators
     "core/parallel_state/environment.py read",  # HostCopy: an event of its own

@@ -174,7 +174,7 @@ def default_corpus(directory, sources):
             prepared_by.append((where / "corpus.json").exists())
             return prepare_default_corpus(where, vocab_size=vocab_size, valid_fraction=0.2, sources=sources)
 
-        patch.setattr("core.training.run.data.prepare_default_corpus", prepare)
+        patch.setattr("core.training.run.data.opening.prepare_default_corpus", prepare)
         corpus = open_corpus(DataConfig(directory=directory, vocab_size=280), training_config(), state(tp=2))
         return prepared_by, corpus.num_tokens, corpus.valid_text, corpus.baselines
 

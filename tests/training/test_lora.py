@@ -13,9 +13,9 @@ from core.dist_checkpointing.reading.lazy import lazy_tensors
 from core.dist_checkpointing.reading.loading import open_stored
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
-from core.models.huggingface.adapters import export_adapters
 from core.models.huggingface.exporting import export_huggingface
 from core.models.lora.base import load_adapted
+from core.models.lora.peft_folder import export_adapters
 from core.parallel_state import ParallelState
 from core.training import RunConfig, initialize
 from core.training.config.memory import fullest_rank

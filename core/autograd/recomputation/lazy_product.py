@@ -47,20 +47,18 @@ class RegionLinears:
 
     def __init__(self) -> None:
         self.in_second_run = self.was_computed = False
+        # products in the first run, and in the second
         self._counts = [0, 0]
-        self._shape: tuple[Any, Any, torch.dtype, torch.device] | None = (
-            None  # of the first run's latest product
-        )
+        # of the first run's latest product
+        self._shape: tuple[Any, Any, torch.dtype, torch.device] | None = None
         self._lazy_products: list[weakref.ref[LazyProduct]] = []
 
     def begin_second_run(self) -> None:
         """The second run starts; a graph that is retained may start it several times."""
-        self.in_second_run, self.was_computed, self._counts[1], self._lazy_products = (
-            True,
-            False,
-            0,
-            [],
-        )
+        self.in_second_run = True
+        self.was_computed = False
+        self._counts[1] = 0
+        self._lazy_products = []
 
     def multiply(
         self,
@@ -70,6 +68,7 @@ class RegionLinears:
     ) -> Tensor:
         """The product of `operands`, or a `LazyProduct`. collective: ranks compute it together."""
         self._counts[self.in_second_run] += 1
+        # as many as the first run had: this is the last one
         if self.in_second_run and self._shape is not None and self._counts[0] == self._counts[1]:
             shape, stride, dtype, device = self._shape
             meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
@@ -82,7 +81,7 @@ class RegionLinears:
     def make_lazy(
         self, meta: Tensor, device: torch.device, compute: Callable[[], Tensor], collective: bool
     ) -> "LazyProduct":
-        """A tensor like `like` whose value `make` computes if it is asked for."""
+        """A tensor like `meta`, on `device`, whose value `compute` gives if it is asked for."""
         lazy = LazyProduct(meta, device, compute, self)
         lazy._collective = collective
         self._lazy_products.append(weakref.ref(lazy))
@@ -90,7 +89,7 @@ class RegionLinears:
 
     @property
     def has_postponed(self) -> bool:
-        """Whether any weight gradient was deferred."""
+        """Whether this second run has left any value out."""
         return bool(self._lazy_products)
 
     def compute_alive(self) -> None:
@@ -106,7 +105,8 @@ class RegionLinears:
 
     def end(self) -> None:
         """The second run is over and its outputs are gone: what is still alive is held elsewhere."""
-        self.in_second_run = False  # nothing is postponed from now on
+        # nothing is postponed from now on
+        self.in_second_run = False
         self.compute_alive()
 
 
@@ -132,16 +132,14 @@ class LazyProduct(Tensor):
         compute: Callable[[], Tensor],
         linears_of_region: RegionLinears,
     ) -> "LazyProduct":
-        """`like` is on the meta device."""
+        """`meta` gives shape, stride and dtype, on the meta device."""
         lazy: LazyProduct = Tensor._make_wrapper_subclass(
             cls, meta.shape, strides=meta.stride(), dtype=meta.dtype, device=device
         )
-        lazy._meta, lazy._compute, lazy._value, lazy._linears = (
-            meta,
-            compute,
-            None,
-            linears_of_region,
-        )
+        lazy._meta = meta
+        lazy._compute = compute
+        lazy._value = None
+        lazy._linears = linears_of_region
         return lazy
 
     def value(self) -> Tensor:
@@ -159,24 +157,27 @@ class LazyProduct(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        # at least one: torch dispatches here only because of it
         lazies = [leaf for leaf in leaves if isinstance(leaf, LazyProduct)]
-        state, packet = lazies[0]._linears, func.overloadpacket
-        if state.in_second_run and all(make_lazy._compute is not None for make_lazy in lazies):
+        state = lazies[0]._linears
+        packet = func.overloadpacket
+        if state.in_second_run and all(lazy._compute is not None for lazy in lazies):
             if packet in _POSTPONED and kwargs.get("device") is None:
                 return _postpone(func, leaves, spec, lazies[0])
-            if packet in _LIKE_FACTORIES:  # random numbers are drawn now, as in the first run
+            # random numbers are drawn now, as in the first run
+            if packet in _LIKE_FACTORIES:
                 return _apply(func, [_empty_like(leaf) for leaf in leaves], spec)
             if packet is aten.native_dropout:
                 return _postpone_dropout(*args)
-        if func._schema.is_mutable:  # postponed operations need the value before this write
+        # postponed operations need the value before this write
+        if func._schema.is_mutable:
             state.compute_alive()
-        values = {id(make_lazy.value()): make_lazy for make_lazy in lazies}
+        values = {id(lazy.value()): lazy for lazy in lazies}
         out = _apply(
             func, [leaf.value() if isinstance(leaf, LazyProduct) else leaf for leaf in leaves], spec
         )
-        return pytree.tree_map(
-            lambda lazy: values.get(id(lazy), lazy), out
-        )  # in place: the same tensor comes back
+        # in place: the same tensor comes back
+        return pytree.tree_map(lambda lazy: values.get(id(lazy), lazy), out)
 
     # ways to a value that bypass dispatch
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -219,7 +220,7 @@ def _on_meta(leaf: Any) -> Any:
 
 
 def _unwritten(operands: Sequence[Tensor], compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """`make`, which fails if an operand was written since: a frozen weight lets a module write into its input."""
+    """`compute`, which fails if an operand was written since: a frozen weight lets a module write into its input."""
     versions = [tensor._version for tensor in operands]
 
     def checked() -> Tensor:
@@ -242,7 +243,10 @@ def _postpone(func: Any, leaves: list, spec: Any, first_lazy: LazyProduct) -> Te
         return value
 
     meta = first_lazy._meta
-    if func.overloadpacket not in _SUMS or not all(_fits(leaf, meta) for leaf in leaves):
+    # what torch makes of the shapes, asked of meta tensors, which cost no memory
+    if func.overloadpacket not in _SUMS or not all(
+        _keeps_shape_and_dtype(leaf, meta) for leaf in leaves
+    ):
         meta = _apply(func, [_on_meta(leaf) for leaf in leaves], spec)
     collective = any(isinstance(leaf, LazyProduct) and leaf._collective for leaf in leaves)
     return first_lazy._linears.make_lazy(
@@ -250,7 +254,7 @@ def _postpone(func: Any, leaves: list, spec: Any, first_lazy: LazyProduct) -> Te
     )
 
 
-def _fits(leaf: Any, meta: Tensor) -> bool:
+def _keeps_shape_and_dtype(leaf: Any, meta: Tensor) -> bool:
     """An operand that changes no shape and no dtype: the common case, and torch's own answer takes 100 us."""
     if isinstance(leaf, Tensor):
         return (
@@ -262,7 +266,13 @@ def _fits(leaf: Any, meta: Tensor) -> bool:
 def _postpone_dropout(x: LazyProduct, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     """The mask is drawn now, because the generator's state must advance as in the first run."""
     _, mask = aten.native_dropout(_empty_like(x), p, train)
-    scale = 1.0 if not train else 0.0 if p == 1 else 1 / (1 - p)
-    return x._linears.make_lazy(
-        x._meta, x.device, lambda: x.value() * mask * scale, x._collective
-    ), mask
+    # torch's own rule: without training nothing is scaled, and p = 1 drops all without dividing by 0
+    if not train:
+        scale = 1.0
+    elif p == 1:
+        scale = 0.0
+    else:
+        scale = 1 / (1 - p)
+    linears = x._linears
+    product = linears.make_lazy(x._meta, x.device, lambda: x.value() * mask * scale, x._collective)
+    return product, mask

@@ -58,7 +58,8 @@ class Submodules:
             seen.add(id(submodule))
             self.modules.append(submodule)
             attributes = submodule.__dict__
-            if isinstance(submodule, torch.jit.ScriptModule):  # keeps its parts elsewhere
+            # keeps its parts elsewhere
+            if isinstance(submodule, torch.jit.ScriptModule):
                 parameters.update(dict.fromkeys(submodule.parameters(recurse=False)))
                 to_visit += submodule.children()
                 continue
@@ -81,6 +82,7 @@ class Submodules:
                 ):
                     self.may_leak = True
             if attributes["_modules"]:
+                # taken from the end, so the order is that of `modules()`
                 to_visit += reversed(attributes["_modules"].values())
         parameters.pop(None, None)
         self.parameters: list[Tensor] = list(parameters)
@@ -115,10 +117,12 @@ class LeakWatch(TorchDispatchMode):
             return True
         if self._collective or not self._unreturned_alive(results):
             return False
+        # what only a cycle of references keeps alive has not leaked; collecting is slow, so only in doubt
         gc.collect()
         return self._unreturned_alive(results)
 
     def _unreturned_alive(self, results: list[Any]) -> bool:
+        # results may live on: the caller has them
         ids = {id(tensor) for tensor in results}
         # a result that is a view keeps its base alive
         ids |= {
@@ -191,7 +195,8 @@ class RegionHistory:
     def update(self, submodules: Submodules) -> None:
         """Before a run: hooks, computed weights and submodules come and go."""
         self.state.refresh(submodules.modules)
-        self.may_leak, self.computed = submodules.may_leak, submodules.computed
+        self.may_leak = submodules.may_leak
+        self.computed = submodules.computed
 
 
 class _SecondRun:
@@ -200,7 +205,8 @@ class _SecondRun:
     def __init__(
         self, enter_second_run: Callable[[], AbstractContextManager[Any]], tensors: Sequence[Tensor]
     ) -> None:
-        self._enter_second_run, self._tensors = enter_second_run, tensors
+        self._enter_second_run = enter_second_run
+        self._tensors = tensors
         self._versions = [tensor._version for tensor in tensors]
 
     @property
@@ -227,7 +233,7 @@ def call_with_graph(
     enter_second_run: Callable[[], AbstractContextManager[Any]],
     tensors: Sequence[Tensor],
 ) -> Any:
-    """`fn(*args, **kwargs)` with a graph that holds nothing; backward runs it once more, inside `again()`.
+    """`fn(*args, **kwargs)` with a graph that holds nothing; backward runs it once more, inside `enter_second_run()`.
 
     Raises RuntimeError: it writes into one of its `tensors`, or others do so before backward.
     """

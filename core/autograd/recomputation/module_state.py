@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from core.autograd.proxy import has_compiled_code
 
-SMALL = 1 << 16  # bytes that are always copied, rather than asked whether they were written
+# bytes that are always copied, rather than asked whether they were written
+SMALL = 1 << 16
 _ABSENT: Any = object()
 _HOLDERS = (list, tuple, dict, set)
 
@@ -42,7 +43,10 @@ class _BufferBefore:
     """One buffer before a first run: itself, how often it had been written, and a copy where that is needed."""
 
     def __init__(self, owner: nn.Module, name: str, buffer: Tensor, copy: Tensor | None) -> None:
-        self.owner, self.name, self.buffer, self.copy = owner, name, buffer, copy
+        self.owner = owner
+        self.name = name
+        self.buffer = buffer
+        self.copy = copy
         self.version = 0 if buffer.is_inference() else buffer._version
 
     def was_written(self) -> bool:
@@ -66,7 +70,8 @@ class StateBefore:
         buffers: Sequence[_BufferBefore] = (),
         all_attributes: Sequence[tuple[nn.Module, dict[str, Any]]] = (),
     ) -> None:
-        self.buffers, self.all_attributes = buffers, all_attributes
+        self.buffers = buffers
+        self.all_attributes = all_attributes
         self.attributes: list[tuple[nn.Module, str, Any]] = []
         self.leaks_tensors = False
 
@@ -76,9 +81,8 @@ def _holds_tensor(value: Any) -> bool:
     if isinstance(value, Tensor):
         return not isinstance(value, nn.Parameter)
     if type(value) in _HOLDERS:
-        return any(
-            isinstance(item, Tensor) for item in (value.values() if type(value) is dict else value)
-        )
+        items = value.values() if type(value) is dict else value
+        return any(isinstance(item, Tensor) for item in items)
     return False
 
 
@@ -120,7 +124,8 @@ class ModuleState:
     def before(self) -> StateBefore:
         """Before a first run."""
         before: list[_BufferBefore] = []
-        copies: dict[int, Tensor] = {}  # one buffer of two modules stays one
+        # one buffer of two modules stays one
+        copies: dict[int, Tensor] = {}
         for owner in self._owners:
             if not owner._buffers:
                 continue
@@ -128,6 +133,7 @@ class ModuleState:
                 if buffer is None or buffer.is_meta:
                     continue
                 is_known_written = (id(owner), name) in self._written_buffers
+                # before the first run ever, nothing is known of large buffers either
                 needs_copy = not self._first_run_done or buffer.nbytes <= SMALL or is_known_written
                 if needs_copy and id(buffer) not in copies:
                     copies[id(buffer)] = buffer.detach().clone()
@@ -148,10 +154,8 @@ class ModuleState:
             ):
                 continue
             for name in {**attributes_before, **current}:
-                old_value, new_value = (
-                    attributes_before.get(name, _ABSENT),
-                    current.get(name, _ABSENT),
-                )
+                old_value = attributes_before.get(name, _ABSENT)
+                new_value = current.get(name, _ABSENT)
                 if old_value is new_value:
                     continue
                 before.leaks_tensors = before.leaks_tensors or _holds_tensor(new_value)
@@ -185,7 +189,8 @@ class ModuleState:
         """After a first run that will be tried again: as before it."""
         for module, name, value in before.attributes:
             _set_attribute(module, name, value)
-        for module, attributes_before in before.all_attributes:  # it did not end
+        # it did not end
+        for module, attributes_before in before.all_attributes:
             module.__dict__.update(attributes_before)
         for saved in before.buffers:
             _set_buffer(saved.owner, saved.name, saved.buffer)
@@ -207,7 +212,8 @@ class ModuleState:
         attributes = [(m, name, m.__dict__.get(name, _ABSENT)) for m, name, _ in before.attributes]
         for submodule, name, value in before.attributes:
             _set_attribute(submodule, name, value)
-        for norm in self._norms:  # in training they do not read their statistics
+        # in training they do not read their statistics
+        for norm in self._norms:
             if norm.training:
                 for name, buffer in list(norm._buffers.items()):
                     if buffer is not None:
@@ -224,11 +230,10 @@ class ModuleState:
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
     """The CPU's, and the device's own."""
-    device_state = (
-        None
-        if device.type in ("cpu", "meta")
-        else torch.get_device_module(device).get_rng_state(device)
-    )
+    if device.type in ("cpu", "meta"):
+        device_state = None
+    else:
+        device_state = torch.get_device_module(device).get_rng_state(device)
     return torch.get_rng_state(), device_state
 
 

@@ -29,19 +29,22 @@ class Notes:
 
     def __init__(self, *, keeps_activations: bool = False) -> None:
         self.keeps_activations = keeps_activations
-        self._noted: list[
-            tuple[tuple[Any, ...], list[int]]
-        ] = []  # values; how often each tensor had been written
-        self._next: int | None = None  # to be read by the second run
+        # values; how often each tensor had been written
+        self._noted: list[tuple[tuple[Any, ...], list[int]]] = []
+        # to be read by the second run
+        self._next: int | None = None
         self._noted_activations = False
         self._outer: Notes | None = None
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Around the forward whose results are noted; a region inside a second run reads from the outer one."""
-        self._noted, self._next, self._outer = [], None, _current.get()
+        self._noted = []
+        self._next = None
+        self._outer = _current.get()
         self._noted_activations = False
-        if self._outer is not None:  # what the outer one noted is read here, not made
+        # what the outer one noted is read here, not made
+        if self._outer is not None:
             self.keeps_activations = self.keeps_activations or self._outer.keeps_activations
         token = _current.set(self)
         try:
@@ -77,7 +80,10 @@ class Notes:
         if activation and not self.keeps_activations:
             return make()
         if self._next is None:
-            made = make() if self._outer is None else self._outer.take(make, activation=activation)
+            if self._outer is None:
+                made = make()
+            else:
+                made = self._outer.take(make, activation=activation)
             # aliases without a graph: a noted tensor must not keep alive what it was computed from
             aliases = tuple(
                 value.detach() if isinstance(value, Tensor) else value for value in made
@@ -87,9 +93,8 @@ class Notes:
                 (aliases, [value._version for value in aliases if isinstance(value, Tensor)])
             )
             return made
-        if (
-            activation and not self._noted_activations
-        ):  # the first run was compiled, which notes none
+        # the first run was compiled, which notes none
+        if activation and not self._noted_activations:
             return make()
         if self._next >= len(self._noted):
             raise RuntimeError(

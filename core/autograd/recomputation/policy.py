@@ -11,7 +11,8 @@ from torch import nn
 from core.autograd.bag import StageContext
 from core.autograd.proxy import LinearProxy, proxies_of
 from core.autograd.recomputation.leaving import RegionHistory, Submodules
-from core.autograd.recomputation.region import recomputed_region, run_region
+from core.autograd.recomputation.region import run_region
+from core.autograd.recomputation.two_runs import recomputed_region
 
 Selector = str | type[nn.Module]
 Policy = str | Sequence[Selector]
@@ -24,11 +25,13 @@ class _RecomputedForward(LinearProxy):
         self, module: nn.Module, stage: StageContext | None, *, keeps_activations: bool
     ) -> None:
         super().__init__(module)
-        self.stage, self.history = stage, RegionHistory()
+        self.stage = stage
+        self.history = RegionHistory()
         self.history.keeps_activations = keeps_activations
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward as a region."""
+        # inside another region it runs as it is: twice in all, not three times
         if not torch.is_grad_enabled() or recomputed_region.get() is not None:
             return self.call_replaced(*args, **kwargs)
         # found anew at every call: parameters are unfrozen, replaced, sharded after the model is built
@@ -53,7 +56,8 @@ class RecomputeHandle:
     """The regions of a module that a policy wrapped; `remove()` gives them their own forward back."""
 
     def __init__(self, names: list[str], forwards: list[_RecomputedForward]) -> None:
-        self.names, self._forwards = names, forwards
+        self.names = names
+        self._forwards = forwards
 
     def remove(self) -> None:
         """Undo: activations are kept again."""
@@ -75,15 +79,13 @@ def _is_layer(name: str, module: nn.Module, parent: nn.Module | None, selector: 
 
 def _callable_submodules(module: nn.Module) -> dict[str, nn.Module]:
     """By name, outer before inner; without containers that have no forward (ModuleList)."""
-    return {
-        name: child
-        for name, child in module.named_modules()
-        if name
-        and (
-            getattr_static(type(child), "forward") is not nn.Module.forward
-            or "forward" in child.__dict__
-        )
-    }
+    named = {}
+    for name, child in module.named_modules():
+        # static: a class's descriptor must not run only to be looked at
+        has_forward = getattr_static(type(child), "forward") is not nn.Module.forward
+        if name and (has_forward or "forward" in child.__dict__):
+            named[name] = child
+    return named
 
 
 def outermost(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:

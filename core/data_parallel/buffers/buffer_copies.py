@@ -24,10 +24,12 @@ class BufferCopies:
     """
 
     def __init__(self, stages: Sequence[nn.Module], ps: ParallelState) -> None:
-        self._group, self._stages = ps.group("dp-cp"), stages
+        self._group = ps.group("dp-cp")
+        self._stages = stages
         # (key, module, name) of every dense buffer
         self._watched: list[tuple[Key, nn.Module, str]] = []
         for number, stage in enumerate(stages):
+            # sparse ones have no flat view to send
             dense_ids = {id(b) for b in stage.buffers() if b.numel() and b.layout is torch.strided}
             for path, module in stage.named_modules():
                 own = getattr(module, "equal_buffers", ())
@@ -36,7 +38,8 @@ class BufferCopies:
                         full_name = f"{path}.{name}" if path else name
                         self._watched.append(((number, full_name), module, name))
         self.enabled = self._group is not None and bool(self._watched)
-        self._written: list[Key] | None = None  # None: the first forward has not been seen yet
+        # None: the first forward has not been seen yet
+        self._written: list[Key] | None = None
         self._dirty = self._warned = False
         self._initial_values: dict[Key, Tensor] = {}
         self._versions: dict[Key, tuple[int, int]] = {}
@@ -66,7 +69,8 @@ class BufferCopies:
         ):
             return
         run = which_run()
-        if run == 2:  # on copies of the buffers as the first run found them
+        # on copies of the buffers as the first run found them
+        if run == 2:
             return
         if self._dirty and (torch.is_grad_enabled() or run == 1):
             self.send()
@@ -83,7 +87,7 @@ class BufferCopies:
             # every rank may have run other branches: what one wrote, all send
             local_writes = []
             for key, tensor in tensors.items():
-                if not _equal(self._initial_values.get(key), tensor):
+                if not _is_unchanged(self._initial_values.get(key), tensor):
                     local_writes.append(key)
             self._initial_values = {}
             written: set[Key] = set()
@@ -102,6 +106,7 @@ class BufferCopies:
         for key in self._written:
             by_dtype.setdefault(tensors[key].dtype, []).append(tensors[key])
         for same_dtype in by_dtype.values():
+            # one message per dtype, sent as bytes: not every backend knows every dtype
             flat = torch.cat([buffer.contiguous().view(-1) for buffer in same_dtype])
             broadcast(flat.view(torch.uint8), self._group)
             if self._group.rank:
@@ -126,8 +131,9 @@ class BufferCopies:
         """Take the hooks out."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.enabled = [], False
+        self._hooks = []
+        self.enabled = False
 
 
-def _equal(before: Tensor | None, tensor: Tensor) -> bool:
+def _is_unchanged(before: Tensor | None, tensor: Tensor) -> bool:
     return before is not None and before.shape == tensor.shape and torch.equal(before, tensor)

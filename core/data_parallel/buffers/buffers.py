@@ -63,19 +63,30 @@ class Buffer(Weights):
         grad_dtype: torch.dtype | None,
         reduce_dtype: torch.dtype | None,
     ) -> None:
-        self.number, self.bucket, self.ps = number, bucket, ps
+        self.number = number
+        self.bucket = bucket
+        self.ps = ps
         self.parameters = [parameters[slot.name] for slot in bucket.slots]
         is_dense = bucket.group == "dp-cp"
         self.ranks: Group | None = ps.group("shard" if is_dense else bucket.group)
         self.copies: Group | None = ps.group("replicate") if is_dense else None
         # over one rank there is nothing to divide
-        self.stage = zero_stage if self.ranks is not None else min(zero_stage, 1)
+        if self.ranks is not None:
+            self.stage = zero_stage
+        else:
+            self.stage = min(zero_stage, 1)
         self.shard_interval = (0, bucket.size)
         if self.ranks is not None:
             self.shard_interval = bucket.cut(self.ranks.size, self.ranks.rank)
-        self.updated_interval = self.shard_interval if self.stage else (0, bucket.size)
+        if self.stage:
+            self.updated_interval = self.shard_interval
+        else:
+            self.updated_interval = (0, bucket.size)
         self.dtype = self.parameters[0].dtype
-        self.grad_dtype = grad_dtype if grad_dtype is not None else wide(self.dtype)
+        if grad_dtype is not None:
+            self.grad_dtype = grad_dtype
+        else:
+            self.grad_dtype = wide(self.dtype)
         narrower = reduce_dtype is not None and reduce_dtype.itemsize < self.grad_dtype.itemsize
         self._reduce_dtype = reduce_dtype if narrower else None
         self._gathering: PendingCollective | None = None
@@ -84,17 +95,19 @@ class Buffer(Weights):
         self._build_gradients()
 
     def _build_gradients(self) -> None:
-        size, dtype, device = self.bucket.size, self.grad_dtype, self.ps.device
+        size = self.bucket.size
+        dtype = self.grad_dtype
+        device = self.ps.device
         flat = torch.zeros(size, dtype=dtype, device=device)
         self._full_gradients = self._views(flat)
         self._gradient_placeholders = [nan_placeholder(view) for view in self._full_gradients]
         self._grad_storage = Storage(flat)
         # Gradients that are still empty: the first contribution overwrites them, so no pass writes zeros.
         self._is_empty = [False] * len(self.parameters)
-        self._was_added_to = [False] * len(
-            self.parameters
-        )  # since the last zero(), through take() or add()
-        self._first_sum = True  # stages 2, 3: whether no sum of this step has ended yet
+        # since the last zero(), through take() or add()
+        self._was_added_to = [False] * len(self.parameters)
+        # stages 2, 3: whether no sum of this step has ended yet
+        self._first_sum = True
         for parameter, view in zip(self.parameters, self._full_gradients, strict=True):
             parameter.main_grad = view  # type: ignore[attr-defined]
             owner_changed(parameter)
@@ -130,7 +143,8 @@ class Buffer(Weights):
         """The memory of gradient `index`, to be overwritten."""
         if not self._grad_storage.has_memory:
             self._grad_storage.allocate()
-            self._grad_storage.flat[self.bucket.slots[-1].stop :].zero_()  # the padding
+            # the padding
+            self._grad_storage.flat[self.bucket.slots[-1].stop :].zero_()
         self._is_empty[index] = False
         view = self._full_gradients[index]
         self.parameters[index].main_grad = view  # type: ignore[attr-defined]
@@ -154,7 +168,8 @@ class Buffer(Weights):
     def forget(self, index: int) -> None:
         """Drop what has come for parameter `index` in this step."""
         if self.stage >= 2 and not self._first_sum:
-            slot, (first, last) = self.bucket.slots[index], self.updated_interval
+            slot = self.bucket.slots[index]
+            first, last = self.updated_interval
             self.gradients[
                 max(first, slot.start) - first : max(first, min(last, slot.stop)) - first
             ].zero_()
@@ -184,7 +199,8 @@ class Buffer(Weights):
         """Wait for this rank's shard of the sum; stages 2, 3: add it to `gradients` and free the full gradients."""
         if self._summing is None:
             return
-        pending, self._summing = self._summing, None
+        pending = self._summing
+        self._summing = None
         shard_sum = pending.wait()
         if self.stage >= 2:
             self.gradients.copy_(shard_sum) if self._first_sum else self.gradients.add_(shard_sum)
@@ -194,7 +210,8 @@ class Buffer(Weights):
     @property
     def own_gradients(self) -> Tensor:
         """This rank's shard of `gradients`: `shard_interval`."""
-        (start, stop), (offset, _) = self.shard_interval, self.updated_interval
+        (start, stop) = self.shard_interval
+        (offset, _) = self.updated_interval
         return self.gradients[start - offset : stop - offset]
 
     def complete(self) -> None:
@@ -222,7 +239,8 @@ class Buffer(Weights):
         """
         self._first_sum = True
         if self.stage >= 2:
-            if self._grad_storage.has_memory:  # of a backward that was given up
+            # of a backward that was given up
+            if self._grad_storage.has_memory:
                 self._free_gradients()
             return
         for index, fresh in enumerate(self._is_empty):
@@ -240,7 +258,8 @@ class Buffer(Weights):
         first, last = self.updated_interval
         inside = []
         for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
-            start, stop = max(first, slot.start), min(last, slot.stop)
+            start = max(first, slot.start)
+            stop = min(last, slot.stop)
             if start < stop:
                 interval = start - slot.start, stop - slot.start
                 inside.append(
@@ -253,10 +272,12 @@ class Buffer(Weights):
 
         Counted from the first element of `updated_interval`.
         """
-        (shard_start, shard_stop), (offset, _) = self.shard_interval, self.updated_interval
+        (shard_start, shard_stop) = self.shard_interval
+        (offset, _) = self.updated_interval
         inside: list[Interval] = []
         for start, stop in intervals:
-            start, stop = max(start, shard_start) - offset, min(stop, shard_stop) - offset
+            start = max(start, shard_start) - offset
+            stop = min(stop, shard_stop) - offset
             if start < stop and inside and inside[-1][1] == start:
                 inside[-1] = inside[-1][0], stop
             elif start < stop:
@@ -267,11 +288,8 @@ class Buffer(Weights):
     def counted(self) -> list[Interval]:
         if self.copies is not None and self.copies.rank:
             return []
-        data_coordinate = self.ps.coordinate | {
-            "dp": 0,
-            "cp": 0,
-            "edp": 0,
-        }  # the bucket is cut along these axes, so no rank repeats another's elements
+        # the bucket is cut along these axes, so no rank repeats another's elements
+        data_coordinate = self.ps.coordinate | {"dp": 0, "cp": 0, "edp": 0}
         inside: list[Interval] = []
         for slot, parameter in zip(self.bucket.slots, self.parameters, strict=True):
             layout = layout_of(parameter)
@@ -304,7 +322,8 @@ class Buffer(Weights):
             parameter.__class__ = kind
             parameter.data = view.clone()
             del parameter.main_grad  # type: ignore[attr-defined]
-            parameter.__dict__.pop("take_main_grad", None)  # of its slot
+            # of its slot
+            parameter.__dict__.pop("take_main_grad", None)
             owner_changed(parameter)
             if self.stage == 3:
                 del parameter.bucket  # type: ignore[attr-defined]

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from core.parallel_state.collectives.checks import checksum
 
-_MODULUS = 1 << 31  # of each change, so that its product with a position is exact in float64
-_POSITIONS = 1 << 20  # the weights of changes: exchanged ones differ
+# of each change, so that its product with a position is exact in float64
+_MODULUS = 1 << 31
+# the weights of changes: exchanged ones differ
+_POSITIONS = 1 << 20
 
 
 class ChangesByHand:
@@ -25,11 +27,11 @@ class ChangesByHand:
     def add(self, value: Tensor | float) -> None:
         """A gradient that was put in, or a number that all of it was changed by; nothing waits for a device."""
         if isinstance(value, Tensor):
-            self._changes.append(checksum(value) % _MODULUS + 1)  # zeros are a change, too
+            # zeros are a change, too
+            self._changes.append(checksum(value) % _MODULUS + 1)
         else:
-            self._changes.append(
-                hash(value) % _MODULUS + 1
-            )  # of a number the same in every process
+            # of a number the same in every process
+            self._changes.append(hash(value) % _MODULUS + 1)
 
     def add_call(self, function: str, places: Sequence[tuple[int, int]]) -> None:
         """A function in place, and on which gradients (bucket, number in it)."""

@@ -9,7 +9,7 @@ which is then what counts until the step.
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,28 +21,24 @@ from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.changes import ChangesByHand
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.norms import global_norms
-from core.data_parallel.buffers.units import StageUnits, Unit
+from core.data_parallel.buffers.operations import (
+    ADDS,
+    ELEMENTWISE,
+    NORMS,
+    SCALES,
+    UNSCALE,
+    ZEROES,
+    aten,
+    one_norm_per_tensor,
+    only_scalars_beside,
+)
+from core.data_parallel.buffers.units import Unit
 from core.parallel_state.collectives import all_gather, all_reduce
 from core.parallel_state.environment import reading_waits
 from core.parallel_state.layout import layout_of
 
-aten = torch.ops.aten
-# in place, the same for every element
-ELEMENTWISE = {
-    aten.mul_.Tensor, aten.mul_.Scalar, aten.div_.Tensor, aten.div_.Scalar, aten.clamp_.default,
-    aten.clamp_max_.default, aten.clamp_min_.default, aten.neg_.default, aten.nan_to_num_.default,
-    aten.zero_.default, aten._foreach_mul_.Tensor, aten._foreach_mul_.Scalar, aten._foreach_div_.Scalar,
-    aten._foreach_div_.Tensor, aten._foreach_clamp_max_.Scalar, aten._foreach_clamp_min_.Scalar,
-    aten._foreach_zero_.default, aten._foreach_neg_.default,
-}  # fmt: skip
-SCALES = {aten.mul_.Tensor, aten._foreach_mul_.Tensor}
-UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
-NORMS = {aten._foreach_norm.Scalar, aten.linalg_vector_norm.default}
-ZEROES = {aten.zero_.default, aten._foreach_zero_.default}
-ADDS = {aten.add_.Tensor, aten.add.Tensor}
-_OWN_REFERENCES = (
-    2  # references to an object that one attribute holds: the attribute, and getrefcount's argument
-)
+# references to an object that one attribute holds: the attribute, and getrefcount's argument
+_OWN_REFERENCES = 2
 
 
 class Sums(Protocol):
@@ -81,11 +77,18 @@ class ParameterSlot:
     """
 
     def __init__(self, parameter: Parameter, name: str, buffer: Buffer, index: int) -> None:
-        self.parameter, self.name, self.buffer, self.index = parameter, name, buffer, index
-        self.delivered, self.zeroed, self.pairs = False, False, 1
-        self.round: Any = None  # stages 0, 1: the `Round` that counts it
+        self.parameter = parameter
+        self.name = name
+        self.buffer = buffer
+        self.index = index
+        self.delivered = False
+        self.zeroed = False
+        self.pairs = 1
+        # stages 0, 1: the `Round` that counts it
+        self.round: Any = None
         self.unit: Unit | None = None  # stage 3
-        self.shown, self.step = False, 0
+        self.shown = False
+        self.step = 0
         self.fetched: Tensor | None = None
         self.sums: Sums
         self.gradient = BucketGradient(self)
@@ -133,9 +136,8 @@ class ParameterSlot:
         """
         if torch._C._current_graph_task_id() != -1:
             return False
-        if (
-            self.sums.phase is not Phase.OPEN
-        ):  # of a summed gradient it may also be the first half of a change
+        # of a summed gradient it may also be the first half of a change
+        if self.sums.phase is not Phase.OPEN:
             self.sums.zeroed_by_hand.add(self)
             return self.sums.phase is Phase.STEPPED
         self.sums.changes.add_call("zero_", [self.place])
@@ -181,13 +183,11 @@ class BucketGradient(Tensor):
     Raises RuntimeError: its values asked for inside of a backward, or after the optimizer has used them up.
     """
 
-    _slot: weakref.ref[
-        ParameterSlot
-    ]  # Python's collector sees no `p.grad`: strong, it would free no model
+    # Python's collector sees no `p.grad`: strong, it would free no model
+    _slot: weakref.ref[ParameterSlot]
     step: int  # the number of the step whose gradient it is
-    listener: Callable[[Any, Any], None] | None = (
-        None  # hears of functions by hand and their results (`by_hand`)
-    )
+    # hears of functions by hand and their results (`by_hand`)
+    listener: Callable[[Any, Any], None] | None = None
 
     def __new__(cls, slot: ParameterSlot) -> "BucketGradient":
         """Of the parameter's shape and dtype, without memory."""
@@ -195,7 +195,8 @@ class BucketGradient(Tensor):
         gradient = Tensor._make_wrapper_subclass(
             cls, tuple(parameter.shape), dtype=parameter.dtype, device=parameter.device
         )
-        gradient._slot, gradient.step = weakref.ref(slot), slot.step
+        gradient._slot = weakref.ref(slot)
+        gradient.step = slot.step
         return gradient
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -251,7 +252,8 @@ class BucketGradient(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in ADDS and torch._C._current_graph_task_id() != -1 and type(args[0]) is cls:
-            args[0].slot.contribute(args[1])  # autograd accumulates
+            # autograd accumulates
+            args[0].slot.contribute(args[1])
             if func is aten.add_.Tensor:
                 return args[0]
             return cls(args[0].slot)
@@ -273,10 +275,10 @@ class BucketGradient(Tensor):
 
         # Elementwise changes by numbers run on each rank's elements; anything else gets full gradients.
         slots = [leaf.slot for leaf in ours]
-        local = (func in ELEMENTWISE and _only_scalars_beside(leaves, cls)) or func is UNSCALE
+        local = (func in ELEMENTWISE and only_scalars_beside(leaves, cls)) or func is UNSCALE
         if not local or func is UNSCALE:
             meet(slots, str(func))
-        if func in NORMS and _one_norm_per_tensor(func, args, kwargs):
+        if func in NORMS and one_norm_per_tensor(func, args, kwargs, cls):
             norms = global_norms(slots, args[1] if len(args) > 1 else 2)
             norms = [norm.to(leaf.dtype) for norm, leaf in zip(norms, ours, strict=True)]
             if func is aten._foreach_norm.Scalar:
@@ -298,9 +300,8 @@ class BucketGradient(Tensor):
         plain_args, plain_kwargs = pytree.tree_unflatten(plain_leaves, spec)
         result = func(*plain_args, **plain_kwargs)
         if func is UNSCALE:
-            all_reduce(
-                plain_args[1], ours[0].slot.buffer.ps.world, "max"
-            )  # found_inf: one rank's skips all steps
+            # found_inf: one rank's skips all steps
+            all_reduce(plain_args[1], ours[0].slot.buffer.ps.world, "max")
         # a function in place returns its argument: ours again, not the plain tensor
         original_of = {id(plain_of[id(leaf)]): leaf for leaf in ours}
         result = pytree.tree_map(lambda leaf: original_of.get(id(leaf), leaf), result)
@@ -328,19 +329,6 @@ def _warn_of_pipeline_stages(slot: ParameterSlot) -> None:
         )
 
 
-def _one_norm_per_tensor(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a norm is one number per tensor, in the tensor's own dtype."""
-    if func is aten._foreach_norm.Scalar:
-        return not kwargs and all(type(tensor) is BucketGradient for tensor in args[0])
-    return len(args) <= 2 and not any(value is not None for value in kwargs.values())
-
-
-def _only_scalars_beside(leaves: Sequence[Any], cls: type) -> bool:
-    return all(
-        type(leaf) is cls or not isinstance(leaf, Tensor) or not leaf.dim() for leaf in leaves
-    )
-
-
 def meet(slots: Sequence[ParameterSlot], function: str) -> None:
     """Before a function that asks other ranks for parts of gradients: all ranks must be about to call it.
 
@@ -361,7 +349,8 @@ def fetch_all(slots: Iterable[ParameterSlot]) -> None:
     flat_of: dict[int, Tensor] = {}
     for slot in slots:
         if slot.fetched is None:
-            buffer, parameter = slot.buffer, slot.parameter
+            buffer = slot.buffer
+            parameter = slot.parameter
             if buffer.number not in flat_of:
                 divided = slot.divided_now
                 if divided:
@@ -377,7 +366,8 @@ def local_gradient_of(slot: ParameterSlot) -> Tensor:
     """The live elements of the gradient that this rank updates: 1-D, none if they lie with other ranks."""
     lies_at = slot.buffer.bucket.slots[slot.index]
     begin, end = slot.buffer.updated_interval
-    first, last = max(begin, lies_at.start), min(end, lies_at.stop)
+    first = max(begin, lies_at.start)
+    last = min(end, lies_at.stop)
     return slot.buffer.gradients[first - begin : max(first, last) - begin]
 
 
@@ -392,26 +382,8 @@ def store_gradient(slot: ParameterSlot, full: Tensor, factor: float) -> None:
     """Write this rank's elements of a full gradient, times `factor`, where the step takes them."""
     lies_at = slot.buffer.bucket.slots[slot.index]
     begin, end = slot.buffer.updated_interval
-    first, last = max(begin, lies_at.start), min(end, lies_at.stop)
+    first = max(begin, lies_at.start)
+    last = min(end, lies_at.stop)
     if first < last:
         elements = full.detach().reshape(-1)[first - lies_at.start : last - lies_at.start]
         local_gradient_of(slot).copy_(elements.to(slot.buffer.grad_dtype) * factor)
-
-
-def make_slots(buffers: Iterable[Buffer], names: Mapping[Parameter, str]) -> list[ParameterSlot]:
-    """One per parameter, in the order of the buckets."""
-    slots = []
-    for buffer in buffers:
-        for index, parameter in enumerate(buffer.parameters):
-            slots.append(ParameterSlot(parameter, names[parameter], buffer, index))
-    return slots
-
-
-def set_units(slots: Iterable[ParameterSlot], stage_units: Iterable[StageUnits]) -> None:
-    """Tell each slot which layer is gathered and freed with its parameter."""
-    unit_of: dict[Parameter, Unit] = {}
-    for units in stage_units:
-        for unit in units.layers:
-            unit_of.update(dict.fromkeys(unit.parameters, unit))
-    for slot in slots:
-        slot.unit = unit_of.get(slot.parameter)

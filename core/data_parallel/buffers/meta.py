@@ -40,9 +40,8 @@ def allocate_from_meta(module: Modules, ps: ParallelState) -> dict[int, str]:
         for submodule in stage.modules():
             for name, parameter in submodule._parameters.items():
                 if parameter is not None and parameter.is_meta:
-                    if (
-                        id(parameter) not in replacements
-                    ):  # tied weights are one parameter, also afterwards
+                    # tied weights are one parameter, also afterwards
+                    if id(parameter) not in replacements:
                         replacements[id(parameter)] = _without_memory_like(parameter, ps.device)
                     submodule._parameters[name] = replacements[id(parameter)]
     ids = {id(parameter) for parameter in replacements.values()}
@@ -74,11 +73,11 @@ def fill_all(
     `reset_parameters`, nor parameters that carry their own initial values.
     """
     seed = all_gather_objects(torch.initial_seed(), ps.group("dp-cp"))[0]
-    buffer_of = {
-        id(parameter): (buffer, i)
-        for buffer in buffers
-        for i, parameter in enumerate(buffer.parameters)
-    }
+    # where each parameter lies: its bucket, and its number there
+    buffer_of = {}
+    for buffer in buffers:
+        for number, parameter in enumerate(buffer.parameters):
+            buffer_of[id(parameter)] = (buffer, number)
     filled: set[int] = set()
     with torch.random.fork_rng(devices=[] if ps.device.type == "cpu" else [ps.device]):
         torch.manual_seed(seed)
@@ -97,9 +96,11 @@ def fill_all(
                     _fill_module(submodule, own_parameters, name_of_unfilled, ps, init, how)
                     for name, parameter in own_parameters.items():
                         # the full tensor goes as soon as this rank has its elements of it
-                        full, submodule._parameters[name] = submodule._parameters[name], parameter
+                        full = submodule._parameters[name]
+                        submodule._parameters[name] = parameter
                         assert full is not None
-                        if id(parameter) in filled:  # tied weights: the first values count
+                        # tied weights: the first values count
+                        if id(parameter) in filled:
                             continue
                         if id(parameter) in buffer_of:
                             buffer, index = buffer_of[id(parameter)]
@@ -110,9 +111,8 @@ def fill_all(
                 elif any(
                     buffer is not None and buffer.is_meta for buffer in submodule._buffers.values()
                 ):
-                    remake: Any = (
-                        submodule.reset_parameters
-                    )  # `allocate_from_meta` has checked that it is there
+                    # `allocate_from_meta` has checked that it is there
+                    remake: Any = submodule.reset_parameters
                     remake()
 
 

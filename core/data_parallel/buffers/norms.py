@@ -46,7 +46,9 @@ def global_norms(slots: Sequence[CutGradient], order: float) -> list[Tensor]:
         members: dict[int, tuple[Group, list[int]]] = {}
         for number, slot in enumerate(slots):
             if axis:
-                group = ps.group(axis) if axis in layout_of(slot.parameter).split else None
+                group = None
+                if axis in layout_of(slot.parameter).split:
+                    group = ps.group(axis)
             else:
                 group = slot.buffer.ranks if slot.divided_now else None
             if group is not None:

@@ -6,7 +6,8 @@ import torch
 
 from core.data_parallel.buffers.buffers import Buffer
 
-IN_FLIGHT = 2  # sums under way at once: each holds a bucket of scratch memory, at stages 2 and 3 full gradients
+# sums under way at once: each holds a bucket of scratch memory, at stages 2 and 3 full gradients
+IN_FLIGHT = 2
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -25,7 +26,8 @@ class Round:
     def __init__(self, buffers: Sequence[Buffer], sums_under_way: list[Buffer]) -> None:
         split_order = sorted(reversed(buffers), key=lambda buffer: buffer.bucket.vector)
         self._orders = {False: list(buffers), True: split_order}
-        self._under_way, self.open = sums_under_way, False
+        self._under_way = sums_under_way
+        self.open = False
         self._missing_parameters: dict[Buffer, int] = {}
         self._with_started_sum: set[Buffer] = set()
         self.buffers = self._orders[False]
@@ -33,7 +35,9 @@ class Round:
 
     def begin(self, *, split: bool) -> None:
         """A new round: nothing has arrived, no sum has started."""
-        self.open, self._next, self.buffers = True, 0, self._orders[split]
+        self.open = True
+        self._next = 0
+        self.buffers = self._orders[split]
         self._missing_parameters = {buffer: len(buffer.parameters) for buffer in self.buffers}
         self._with_started_sum.clear()
 

@@ -25,8 +25,10 @@ class Unit:
         self.module = module
         self.buffers: list[Buffer] = []
         self.parameters: list[Parameter] = []
-        self.missing_gradients = 0  # parameters that this backward has not reached
-        self.last_backward = -1  # number of the last backward that came here
+        # parameters that this backward has not reached
+        self.missing_gradients = 0
+        # number of the last backward that came here
+        self.last_backward = -1
 
     def add_buffer(self, buffer: Buffer) -> None:
         """Add a bucket, whose parameters belong to this unit."""
@@ -65,14 +67,18 @@ class StageUnits:
     def __init__(
         self, root: Unit, layers: list[Unit], *, frees: bool, divided: bool, backward_begins: Any
     ) -> None:
-        self.root, self.layers = root, layers
+        self.root = root
+        self.layers = layers
         self.split = self.unsharded = False
-        self._frees, self._divided, self._backward_begins = frees, divided, backward_begins
-        self._in_backward: list[
-            Unit
-        ] = []  # units whose backward has begun and that are not freed yet
-        self._last_backward = -1  # number of the last backward that came to the root
-        self._in_root_forward = False  # between the hooks of the root
+        self._frees = frees
+        self._divided = divided
+        self._backward_begins = backward_begins
+        # units whose backward has begun and that are not freed yet
+        self._in_backward: list[Unit] = []
+        # number of the last backward that came to the root
+        self._last_backward = -1
+        # between the hooks of the root
+        self._in_root_forward = False
         self._hooks: list[Any] = []
         self._hook(root, None)
         for position, unit in enumerate(layers):
@@ -81,7 +87,8 @@ class StageUnits:
     def _hook(self, unit: Unit, position: int | None) -> None:
         @torch.compiler.disable
         def before(module: nn.Module, args: Any) -> None:
-            if module is unit.module:  # a deep copy has the hooks too
+            # a deep copy has the hooks too
+            if module is unit.module:
                 self._before_forward(unit, position)
 
         @torch.compiler.disable
@@ -99,9 +106,8 @@ class StageUnits:
                 if module is unit.module:
                     self._in_root_forward = False
 
-            self._hooks.append(
-                unit.module.register_forward_hook(leave, always_call=True)
-            )  # of a forward that raised
+            # of a forward that raised
+            self._hooks.append(unit.module.register_forward_hook(leave, always_call=True))
 
     def _before_forward(self, unit: Unit, position: int | None) -> None:
         if position is None:
@@ -132,11 +138,11 @@ class StageUnits:
 
     def _before_backward(self, unit: Unit, position: int | None, without_root: bool) -> None:
         current = _backward_now()
-        if (
-            position is None or without_root
-        ) and current != self._last_backward:  # else this is another output
+        # else this is another output
+        if (position is None or without_root) and current != self._last_backward:
             self._last_backward = current
-            self._in_backward.clear()  # leftovers of a backward that failed, or did not reach every parameter
+            # leftovers of a backward that failed, or did not reach every parameter
+            self._in_backward.clear()
             is_plain_loop = self._backward_begins()
             self.begin_backward()
             # create_graph=True: a graph of this backward needs the weights afterwards
@@ -144,9 +150,8 @@ class StageUnits:
                 torch.autograd.Variable._execution_engine.queue_callback(self.free)
         if position is None:
             return
-        if not self._frees or (
-            unit in self._in_backward and unit.last_backward == current
-        ):  # another output
+        # another output
+        if not self._frees or (unit in self._in_backward and unit.last_backward == current):
             return
         # Units behind this one are finished when every parameter has its gradient.
         finished = [
@@ -158,7 +163,8 @@ class StageUnits:
             self._in_backward.remove(other)
             other.free()
         unit.gather()
-        unit.missing_gradients, unit.last_backward = len(unit.parameters), current
+        unit.missing_gradients = len(unit.parameters)
+        unit.last_backward = current
         if unit not in self._in_backward:
             self._in_backward.append(unit)
         if position:
@@ -229,7 +235,10 @@ def make_units(
     root = Unit(stage.module)
     for buffer in buffers:
         in_one_unit = all(parameter in stage.names for parameter in buffer.parameters)
-        unit = layers[buffer.bucket.unit] if in_one_unit and buffer.bucket.unit else root
+        if in_one_unit and buffer.bucket.unit:
+            unit = layers[buffer.bucket.unit]
+        else:
+            unit = root
         unit.add_buffer(buffer)
     return StageUnits(
         root,

@@ -11,7 +11,8 @@ from torch.nn import Parameter
 
 from core.parallel_state.collectives.checks import checksum
 
-_OWN_REFERENCES = 2  # to a parameter's memory: its tensor's, and that of the Python object we ask
+# to a parameter's memory: its tensor's, and that of the Python object we ask
+_OWN_REFERENCES = 2
 
 
 class KeptMemory:

@@ -22,17 +22,16 @@ def check_parts(module: Modules, ps: ParallelState) -> None:
     """
     wrong = []
     for name, parameter in named_parameters(module):
-        if has_layout(parameter) and tuple(parameter.shape) != layout_of(parameter).local_shape(
-            ps.sizes
-        ):
-            wrong.append(
-                (name, list(parameter.shape), list(layout_of(parameter).local_shape(ps.sizes)))
-            )
+        if not has_layout(parameter):
+            continue
+        part = layout_of(parameter).local_shape(ps.sizes)
+        if tuple(parameter.shape) != part:
+            wrong.append((name, list(parameter.shape), list(part)))
     if wrong:
-        name, shape, part = wrong[0]
+        name, shape, held_part = wrong[0]
         raise ValueError(
             f"{name} (and {len(wrong) - 1} more) is {shape}, and a rank of this layout (tp={ps.size('tp')}) holds "
-            f"{part} of it; build the layer with place=Placement.of(ps) of core.tensor_parallel"
+            f"{held_part} of it; build the layer with place=Placement.of(ps) of core.tensor_parallel"
         )
 
 
@@ -44,10 +43,18 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
     every rank of the group: a parameter that is trained on some ranks only, or is of another size there.
     """
     group = ps.group("dp-cp")
-    local_sizes = {slot.name: slot.stop - slot.start for bucket in table for slot in bucket.slots}
+    local_sizes = {}
+    for bucket in table:
+        for slot in bucket.slots:
+            local_sizes[slot.name] = slot.stop - slot.start
+    # as a list: the order of the buckets must be equal too
     digest = blake2b(repr(list(local_sizes.items())).encode(), digest_size=16).hexdigest()
     hashes = all_gather_objects(digest, group)
-    everyone = all_gather_objects(local_sizes, group) if len(set(hashes)) > 1 else [local_sizes]
+    if len(set(hashes)) > 1:
+        # names only where they are needed for the message
+        everyone = all_gather_objects(local_sizes, group)
+    else:
+        everyone = [local_sizes]
     first, *others = everyone
     for rank, sizes in enumerate(others, 1):
         if list(sizes.items()) != list(first.items()):
@@ -86,17 +93,16 @@ def _broadcast_first(module: Modules, ps: ParallelState) -> None:
     tensors: list[tuple[str, Tensor]] = [
         (layout_of(p).gradient_groups[0], p) for _, p in named_parameters(module)
     ]
-    tensors += [
-        ("dp-cp", buffer) for stage in modules_of(module).values() for buffer in stage.buffers()
-    ]
+    for stage in modules_of(module).values():
+        tensors += [("dp-cp", buffer) for buffer in stage.buffers()]
     for name, tensor in tensors:
         group = ps.group(name)
-        if without_memory(tensor):  # built on meta: every rank will draw the same values
+        # built on meta: every rank will draw the same values
+        if without_memory(tensor):
             continue
         if group is not None and tensor.numel() and tensor.layout is torch.strided:
             values = tensor.detach().contiguous()
-            broadcast(
-                values.reshape(-1).view(torch.uint8), group
-            )  # as bytes: backends do not send every dtype
+            # as bytes: backends do not send every dtype
+            broadcast(values.reshape(-1).view(torch.uint8), group)
             if not tensor.is_contiguous():
                 tensor.copy_(values)

@@ -50,15 +50,16 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
             chosen = {}
             problems.append(error)
         if units == "layer":
-            chosen |= _blocks(module, chosen)
+            chosen |= _sequential_blocks(module, chosen)
         stages[number] = Members(module, chosen)
-    if units != "layer" and len(problems) == len(
-        stages
-    ):  # a single stage may lack some of the names
+    # a single stage may lack some of the names
+    if units != "layer" and len(problems) == len(stages):
         raise ValueError(f"shard_units: {problems[0]}")
+    # (stage, unit) of every use, a shared module at each of its places
     uses: dict[Parameter, set[tuple[int, str]]] = {}
     for number, stage in stages.items():
         for path, module in stage.module.named_modules(remove_duplicate=False):
+            # "": of no unit, the stage itself
             is_inside = next(
                 (unit for unit in stage.units if f"{path}.".startswith(f"{unit}.")), ""
             )
@@ -72,7 +73,7 @@ def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
     return stages
 
 
-def _blocks(module: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def _sequential_blocks(module: nn.Module, chosen: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Layers that stand in an nn.Sequential (torchvision, timm): elements with modules of their own, the innermost
     such ones, where no chosen layer is inside or around."""
     blocks: dict[str, nn.Module] = {}
@@ -104,6 +105,7 @@ def _has_inner_blocks(module: nn.Module) -> bool:
 
 def entries_of(modules: Modules, stages: Mapping[int, Members]) -> list[Entry]:
     """The trainable parameters, in the order of execution. Raises ValueError: parameters that share memory."""
+    # |1|
     names = {
         parameter: name for name, parameter in named_parameters(modules) if parameter.requires_grad
     }
@@ -111,7 +113,8 @@ def entries_of(modules: Modules, stages: Mapping[int, Members]) -> list[Entry]:
     entries: dict[str, Entry] = {}
     for number, stage in stages.items():
         for parameter in stage.parameters:
-            name, layout = names[parameter], layout_of(parameter)
+            name = names[parameter]
+            layout = layout_of(parameter)
             entries.setdefault(
                 name,
                 Entry(

@@ -25,7 +25,8 @@ from core.parallel_state.flat import Bucket
 
 _version_of = attrgetter("_version")
 Interval = tuple[int, int]
-FREED = 2**30  # version of parameters that are not there: autograd's message shows it
+# version of parameters that are not there: autograd's message shows it
+FREED = 2**30
 
 
 def nan_placeholder(tensor: Tensor) -> Tensor:
@@ -42,7 +43,8 @@ class Storage:
     """A flat tensor whose memory comes and goes, while views of it stay what they are."""
 
     def __init__(self, flat: Tensor) -> None:
-        self.flat, self._bytes = flat, flat.untyped_storage().nbytes()
+        self.flat = flat
+        self._bytes = flat.untyped_storage().nbytes()
 
     @property
     def has_memory(self) -> bool:
@@ -71,9 +73,8 @@ class Weights:
     _gathering: PendingCollective | None
 
     def _build_weights(self, device: torch.device) -> None:
-        on_meta = all(
-            map(without_memory, self.parameters)
-        )  # see core/data_parallel/buffers/meta.py
+        # see core/data_parallel/buffers/meta.py
+        on_meta = all(map(without_memory, self.parameters))
         # empty memory that is never written costs nothing, and a model on meta may be too large for one device
         new_tensor = torch.empty if on_meta and self.stage == 3 else torch.zeros
         flat = new_tensor(self.bucket.size, dtype=self.dtype, device=device)
@@ -92,17 +93,19 @@ class Weights:
         # Stage 3. lent: gathered until the next step, because code outside of its unit reads it. unsharded: by
         # `DataParallel.unshard`. data_was_read: a program has its `.data`, whose writes change no version counter.
         self.lent = self.unsharded = self.data_was_read = False
-        self.updates = (
-            0  # a graph of before an update is refused by autograd, which compares versions
-        )
-        self.loan_warnings: list[
-            str
-        ] = []  # shared by all buckets of one DataParallel: it warns once
+        # a graph of before an update is refused by autograd, which compares versions
+        self.updates = 0
+        # shared by all buckets of one DataParallel: it warns once
+        self.loan_warnings: list[str] = []
         self.weights = flat[slice(*self.updated_interval)]
         self.gathered = True
-        self.written = False  # whether `take_weights` found anything that the program wrote since the last step
+        # whether `take_weights` found anything that the program wrote since the last step
+        self.written = False
         if self.stage == 3:
-            self.weights = torch.zeros_like(self.weights) if on_meta else self.weights.clone()
+            if on_meta:
+                self.weights = torch.zeros_like(self.weights)
+            else:
+                self.weights = self.weights.clone()
             for parameter in self.parameters:
                 parameter.bucket = self  # type: ignore[attr-defined]
             self._set_data(self._full_weights)
@@ -110,9 +113,8 @@ class Weights:
             self.free()
         else:
             self._set_data(self._full_weights)
-        self._versions_published = sum(
-            parameter._version for parameter in self.parameters
-        )  # stages 0 to 2
+        # stages 0 to 2
+        self._versions_published = sum(parameter._version for parameter in self.parameters)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         pairs = zip(self.bucket.slots, self.parameters, strict=True)
@@ -143,8 +145,10 @@ class Weights:
         if self.stage < 3:
             self._full_weights[index].copy_(full)
             return
-        slot, (first, last) = self.bucket.slots[index], self.updated_interval
-        start, stop = max(first, slot.start), min(last, slot.stop)
+        slot = self.bucket.slots[index]
+        first, last = self.updated_interval
+        start = max(first, slot.start)
+        stop = min(last, slot.stop)
         if start < stop:
             elements = full.reshape(-1)[start - slot.start : stop - slot.start]
             self.weights[start - first : stop - first].copy_(elements)
@@ -172,7 +176,10 @@ class Weights:
             self.gathered = True
             self.data_was_read = False
             for parameter, kind in zip(self.parameters, self._classes, strict=True):
-                parameter.__class__ = GatheredParameter if kind is Parameter else kind
+                if kind is Parameter:
+                    parameter.__class__ = GatheredParameter
+                else:
+                    parameter.__class__ = kind
             self._set_data(self._full_weights)
             self._set_versions(self.updates)
 
@@ -198,9 +205,8 @@ class Weights:
         """Stage 3: code outside of the unit reads the values: full until the next step. All-gather."""
         if self.gathered:
             return
-        if (
-            not self.loan_warnings
-        ):  # warn before the gather: if other ranks do not read, it waits in vain
+        # warn before the gather: if other ranks do not read, it waits in vain
+        if not self.loan_warnings:
             self.loan_warnings.append(self.label)
             warnings.warn(
                 f"ZeRO stage 3: {self.label} was read outside of its module's forward: gathered, which every rank "
@@ -300,5 +306,6 @@ class Weights:
     def wait(self) -> None:
         """Wait for the gather that is under way."""
         if self._gathering is not None:
-            pending, self._gathering = self._gathering, None
+            pending = self._gathering
+            self._gathering = None
             pending.wait()

@@ -17,9 +17,8 @@ from core.datasets.token_file_writer import TokenFileWriter
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 
 DOCUMENTS = ("file", "paragraph", "line")
-LEARNED_BYTES = (
-    256 << 20
-)  # of text a tokenizer is trained on: the first files in the order of the corpus
+# of text a tokenizer is trained on: the first files in the order of the corpus
+LEARNED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,15 +167,16 @@ def _jobs(chunks: Iterable[TextChunk]) -> Iterator[list[TextChunk]]:
     size = 0
     for chunk in chunks:
         job.append(chunk)
-        size += _size(chunk.content)
+        size += _content_size(chunk.content)
         if size >= CHUNK_BYTES:
             yield job
-            job, size = [], 0
+            job = []
+            size = 0
     if job:
         yield job
 
 
-def _size(content: bytes | Sequence[object]) -> int:
+def _content_size(content: bytes | Sequence[object]) -> int:
     if isinstance(content, bytes):
         return len(content)
     return sum(len(text) for text in content if isinstance(text, str))

@@ -20,13 +20,11 @@ from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 _FORMAT = 1
-_FEW_FILES = (
-    3  # of fewer, paragraphs are the documents: training and validation parts consist of whole ones
-)
-_POLL_S, _PATIENCE_S = (
-    0.3,
-    120.0,
-)  # a process that waits looks so often, and so long for one that prepares
+# of fewer, paragraphs are the documents: training and validation parts consist of whole ones
+_FEW_FILES = 3
+# a process that waits looks so often, and so long for one that prepares
+_POLL_S = 0.3
+_PATIENCE_S = 120.0
 
 
 def is_text(name: str) -> bool:
@@ -57,12 +55,16 @@ def prepared_text(
     if not chats and len(text.sources) < _FEW_FILES:
         text = TextFiles(inputs=(name,), documents="paragraph")
     prefix = (
-        Path(directory) / f"{Path(name).resolve().stem}-{_key(text, tokenizer, vocab_size, chats)}"
+        Path(directory)
+        / f"{Path(name).resolve().stem}-{_cache_key(text, tokenizer, vocab_size, chats)}"
     )
     waited = 0.0
     while not _is_ready(prefix):
         if not writes:
-            waited = 0.0 if is_locked(_lock_name(prefix)) else waited + _POLL_S
+            if is_locked(_lock_name(prefix)):
+                waited = 0.0
+            else:
+                waited = waited + _POLL_S
             if waited > _PATIENCE_S:
                 raise ValueError(
                     f"the first process of this machine prepares {prefix}, and this one has waited {waited:.0f} s in "
@@ -73,7 +75,8 @@ def prepared_text(
             continue
         try:
             _prepare(text, prefix, tokenizer, vocab_size, chats, say)
-        except LockedError:  # a process of another machine, on a shared disk
+        except LockedError:
+            # a process of another machine, on a shared disk
             time.sleep(_POLL_S)
     return prefix
 
@@ -81,49 +84,71 @@ def prepared_text(
 def _is_ready(prefix: Path) -> bool:
     try:
         TokenFile(prefix)
-    except (OSError, ValueError):  # being written, or damaged: it is written anew
+    except (OSError, ValueError):
+        # being written, or damaged: it is written anew
         return False
     return True
 
 
-def _key(text: TextFiles, tokenizer: str | Path | None, vocab_size: int, chats: bool) -> str:
+def _cache_key(
+    text_files: TextFiles, tokenizer: str | Path | None, vocab_size: int, chats: bool
+) -> str:
     """Of everything that the token file depends on."""
-    identity = f"learned {vocab_size}" if tokenizer is None else load_tokenizer(tokenizer).identity
-    files = [(source.name, source.size, source.path.stat().st_mtime_ns) for source in text.sources]
-    content = [_FORMAT, str(Path(text.inputs[0]).resolve()), text.documents, chats, identity, files]
+    if tokenizer is None:
+        identity = f"learned {vocab_size}"
+    else:
+        identity = load_tokenizer(tokenizer).identity
+    files = [
+        (source.name, source.size, source.path.stat().st_mtime_ns) for source in text_files.sources
+    ]
+    content = [
+        _FORMAT,
+        str(Path(text_files.inputs[0]).resolve()),
+        text_files.documents,
+        chats,
+        identity,
+        files,
+    ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 def _prepare(
-    text: TextFiles,
+    text_files: TextFiles,
     prefix: Path,
     tokenizer_file: str | Path | None,
     vocab_size: int,
     chats: bool,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
     """Under a lock from its beginning, as learning a vocabulary takes a while. Raises LockedError."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     lock_name = _lock_name(prefix)
     lock = take_lock(lock_name)
     try:
-        name, megabytes = text.inputs[0], text.num_bytes / 1e6
-        say(f"preparing {name} ({len(text.sources):,} files, {megabytes:.1f} MB) as {prefix}, once")
+        name = text_files.inputs[0]
+        megabytes = text_files.num_bytes / 1e6
+        report(
+            f"preparing {name} ({len(text_files.sources):,} files, {megabytes:.1f} MB) as {prefix}, once"
+        )
         folder = None
         if tokenizer_file is not None:
-            folder, tokenizer = Path(tokenizer_file).parent, load_tokenizer(tokenizer_file)
+            folder = Path(tokenizer_file).parent
+            tokenizer = load_tokenizer(tokenizer_file)
         else:
-            tokenizer = ByteTokenizer() if chats else _learned(text, vocab_size, say)
-        with progress("tokenising", text.num_bytes) as advance:
+            if chats:
+                tokenizer = ByteTokenizer()
+            else:
+                tokenizer = _learn_tokenizer(text_files, vocab_size, report)
+        with progress("tokenising", text_files.num_bytes) as advance:
             if chats:
                 corpus = prepare_conversations(
-                    text, prefix, tokenizer, template_folder=folder, advance=advance
+                    text_files, prefix, tokenizer, template_folder=folder, advance=advance
                 )
             else:
-                corpus = prepare_files(text, prefix, tokenizer, advance=advance)
+                corpus = prepare_files(text_files, prefix, tokenizer, advance=advance)
         card = corpus.card
         kind = "conversations" if chats else "documents"
-        say(
+        report(
             f"prepared: {card.documents:,} {kind}, {card.tokens:,} tokens of {card.vocab_size:,} in "
             f"{corpus.seconds:.1f} s; skipped: {skipped_text(dict(card.skipped))}"
         )
@@ -131,14 +156,20 @@ def _prepare(
         release_lock(lock_name, lock)
 
 
-def _learned(text: TextFiles, vocab_size: int, say: Callable[[str], None]) -> AnyTokenizer:
-    from core.datasets.tokenizers.trained import train_tokenizer  # needs an extra
+def _learn_tokenizer(
+    text_files: TextFiles, vocab_size: int, report: Callable[[str], None]
+) -> AnyTokenizer:
+    # needs an extra
+    from core.datasets.tokenizers.trained import train_tokenizer
 
-    say(f"learning {vocab_size:,} tokens from it (data.tokenizer=FILE takes others)")
+    report(f"learning {vocab_size:,} tokens from it (data.tokenizer=FILE takes others)")
     reader = Encoder(
-        tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=None, text_key=text.text_key
+        tokenizer=ByteTokenizer(),
+        dtype=np.dtype("<u2"),
+        end_of_text=None,
+        text_key=text_files.text_key,
     )
-    return train_tokenizer(text.texts(reader), vocab_size)
+    return train_tokenizer(text_files.texts(reader), vocab_size)
 
 
 def _lock_name(prefix: Path) -> Path:

@@ -26,11 +26,8 @@ _NEITHER = 'rows without "messages" or a "prompt" with its "response"'
 _NO_ROLES = "chats whose messages lack a role or a content"
 _NO_ANSWER = "chats without an answer of the assistant"
 _REWRITTEN = "chats of which the chat template rewrites earlier turns"
-_FILES = (
-    "tokenizer_config.json",
-    "chat_template.jinja",
-    "chat_template.json",
-)  # where a template may stand
+# where a template may stand
+_FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
 
 class Conversation(NamedTuple):
@@ -84,11 +81,12 @@ class ChatTemplate:
             ):
                 raise _UnusableRowError(_REWRITTEN)
             spans.append((len(before), len(through)))
+        # the template has written the special tokens already
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        answers = [
-            any(start <= first < last <= stop for start, stop in spans)
-            for first, last in encoded["offset_mapping"]
-        ]
+        # a token counts where all its characters lie in one answer
+        answers = []
+        for first, last in encoded["offset_mapping"]:
+            answers.append(any(start <= first < last <= stop for start, stop in spans))
         return Conversation(encoded["input_ids"], answers)
 
 
@@ -97,18 +95,19 @@ def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> boo
 
     Raises ValueError: that is so for some of the files only.
     """
-    found = [
-        source
-        for source in sources
-        if source.kind == "jsonl" and _is_conversation(_first_row(source.path))
-    ]
-    if found and len(found) < len(sources):
-        other = next(source for source in sources if source not in found)
+    chats: list[TextSource] = []
+    others: list[TextSource] = []
+    for source in sources:
+        if source.kind == "jsonl" and _is_conversation(_first_row(source.path)):
+            chats.append(source)
+        else:
+            others.append(source)
+    if chats and others:
         raise ValueError(
-            f"{len(found)} of {len(sources)} files hold chats or prompts ({found[0].path}), {other.path} does not; "
-            "prepare them one by one"
+            f"{len(chats)} of {len(sources)} files hold chats or prompts ({chats[0].path}), {others[0].path} does "
+            "not; prepare them one by one"
         )
-    return bool(found)
+    return bool(chats)
 
 
 def _first_row(path: Path) -> Any:
@@ -117,7 +116,8 @@ def _first_row(path: Path) -> Any:
             for line in file:
                 if line.strip():
                     return json.loads(line)
-    except (OSError, ValueError, RecursionError):  # told when all of it is read
+    except (OSError, ValueError, RecursionError):
+        # told when all of it is read
         pass
     return None
 
@@ -132,26 +132,28 @@ class ConversationEncoder:
     """Rows as tokens. folder: where the chat template lies; it is read at the first row of messages."""
 
     def __init__(self, tokenizer: AnyTokenizer, folder: Path | None) -> None:
-        self._tokenizer, self._folder = tokenizer, folder
+        self._tokenizer = tokenizer
+        self._folder = folder
         self._template: ChatTemplate | None = None
 
     def encode(self, row: Any) -> Conversation:
         """Ends with the end of text, which after a prompt's answer is learned too. Raises `_UnusableRowError`."""
         if isinstance(row, dict) and "messages" in row:
-            return self._closed(self._chat(row["messages"], row.get("tools")))
+            return self._with_end_of_text(self._encode_chat(row["messages"], row.get("tools")))
         prompt = row.get("prompt") if isinstance(row, dict) else None
-        answer = (
-            next((row[key] for key in ANSWERS if key in row), None) if prompt is not None else None
-        )
+        answer = None
+        if prompt is not None:
+            answer = next((row[key] for key in ANSWERS if key in row), None)
         if isinstance(prompt, list) and isinstance(answer, list):
-            return self._closed(self._chat([*prompt, *answer], row.get("tools")))
+            return self._with_end_of_text(self._encode_chat([*prompt, *answer], row.get("tools")))
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise _UnusableRowError(_NEITHER)
+        # apart, so that no token is half prompt and half answer
         first, second = self._tokenizer.encode_batch([prompt, answer])
         second = [*second, self._tokenizer.end_of_text]
         return Conversation(first + second, [False] * len(first) + [True] * len(second))
 
-    def _chat(self, messages: Any, tools: Any) -> Conversation:
+    def _encode_chat(self, messages: Any, tools: Any) -> Conversation:
         if not isinstance(messages, list) or not messages:
             raise _UnusableRowError(_NEITHER)
         for message in messages:
@@ -174,14 +176,13 @@ class ConversationEncoder:
             return self._template.encode(messages, tools)
         except _UnusableRowError:
             raise
-        except (
-            Exception
-        ) as error:  # a template raises what it likes about roles that it does not know
+        except Exception as error:
+            # a template raises what it likes about roles that it does not know
             raise _UnusableRowError(
                 f"chats that the chat template refuses ({' '.join(str(error).split())})"
             ) from None
 
-    def _closed(self, chat: Conversation) -> Conversation:
+    def _with_end_of_text(self, chat: Conversation) -> Conversation:
         """With the end of text behind it, where the template writes none; what is learned is the template's end."""
         end = self._tokenizer.end_of_text
         if chat.tokens and chat.tokens[-1] == end:
@@ -204,7 +205,8 @@ def prepare_conversations(
     begin = time.perf_counter()
     prefix = checked_prefix(output)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    encoder, end = ConversationEncoder(tokenizer, template_folder), tokenizer.end_of_text
+    encoder = ConversationEncoder(tokenizer, template_folder)
+    end = tokenizer.end_of_text
     with TokenFileWriter(
         prefix,
         vocab_size=tokenizer.vocab_size,
@@ -214,7 +216,7 @@ def prepare_conversations(
         marks_answers=True,
     ) as writer:
         for chunk in text.chunks(writer.skipped):
-            for row in _rows(chunk.content, writer.skipped):
+            for row in _parsed_rows(chunk.content, writer.skipped):
                 try:
                     tokens, answers = encoder.encode(row)
                 except _UnusableRowError as error:
@@ -240,7 +242,7 @@ def prepare_conversations(
     )
 
 
-def _rows(content: Any, skipped: Counter[str]) -> Iterator[Any]:
+def _parsed_rows(content: Any, skipped: Counter[str]) -> Iterator[Any]:
     for line in content.split(b"\n"):
         if line.strip():
             try:

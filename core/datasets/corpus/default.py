@@ -20,12 +20,14 @@ from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
 
 if TYPE_CHECKING:
+    # needs an extra: imported where it is used
     from core.datasets.tokenizers.trained import (
         Tokenizer,
-    )  # needs an extra: imported where it is used
+    )
 
 _FORMAT = 3
-_TEXTS_AT_ONCE = 64  # bounds memory: the library keeps offsets for every token of a batch
+# bounds memory: the library keeps offsets for every token of a batch
+_TEXTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,8 @@ def prepare_default_corpus(
     Raises `ValueError` if either side of the split is empty or `vocab_size` too small.
     """
     directory = Path(directory)
-    sources = standard_library() if sources is None else sources
+    if sources is None:
+        sources = standard_library()
     sides = split_by_hash(sources.names, valid_fraction)
     if not all(sides):
         raise ValueError(
@@ -79,7 +82,7 @@ def prepare_default_corpus(
             "validation files; give more files or another fraction"
         )
     # what an earlier call with the same inputs wrote is reused
-    key = _key(sources, vocab_size, valid_fraction)
+    key = _corpus_key(sources, vocab_size, valid_fraction)
     figures = _reusable(directory, key) or _build(directory, sources, sides, vocab_size, key)
     return PreparedCorpus(
         **asdict(figures),
@@ -89,7 +92,7 @@ def prepare_default_corpus(
     )
 
 
-def _key(sources: SourceFiles, vocab_size: int, valid_fraction: float) -> str:
+def _corpus_key(sources: SourceFiles, vocab_size: int, valid_fraction: float) -> str:
     """Everything the result depends on, as one hash."""
     from core.datasets.tokenizers.trained import LIBRARY_VERSION
 
@@ -114,7 +117,8 @@ def _reusable(directory: Path, key: str) -> _Figures | None:
         if written["tokenizer_sha256"] != _sha256((directory / "tokenizer.json").read_bytes()):
             return None
         num_tokens = [TokenFile(directory / side).num_tokens for side in ("train", "valid")]
-    except (OSError, ValueError, TypeError, KeyError):  # missing, damaged or foreign: build it anew
+    except (OSError, ValueError, TypeError, KeyError):
+        # missing, damaged or foreign: build it anew
         return None
     if num_tokens == [figures.train_tokens, figures.valid_tokens]:
         return figures
@@ -134,13 +138,15 @@ def _build(
         read_texts(sources.root, names) for names in sides
     )
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "corpus.json").unlink(missing_ok=True)  # from here on the directory is incomplete
+    # from here on the directory is incomplete
+    (directory / "corpus.json").unlink(missing_ok=True)
     # from the training side only: the validation text must be new to the tokenizer, too
     tokenizer = train_tokenizer(train, vocab_size)
     tokenizer.save(directory / "tokenizer.json")
     _write(directory / "train", train, tokenizer, [str(sources.root)])
     _write(directory / "valid", valid, tokenizer, [str(sources.root)])
-    train_file, valid_file = TokenFile(directory / "train"), TokenFile(directory / "valid")
+    train_file = TokenFile(directory / "train")
+    valid_file = TokenFile(directory / "valid")
     # yardsticks for a model's validation loss, in bits per byte of the same text
     valid_text = "".join(valid).encode()
     figures = _Figures(
@@ -155,7 +161,7 @@ def _build(
         gzip_bits_per_byte=gzip_bits_per_byte(valid_text),
         unigram_bits_per_byte=unigram_bits_per_byte(valid_text),
     )
-    _commit(directory, key, figures)
+    _write_commit_file(directory, key, figures)
     return figures
 
 
@@ -181,7 +187,7 @@ def _encode(texts: Sequence[str], tokenizer: "Tokenizer") -> Iterator[list[int]]
         yield from tokenizer.encode_batch(texts[first : first + _TEXTS_AT_ONCE])
 
 
-def _commit(directory: Path, key: str, figures: _Figures) -> None:
+def _write_commit_file(directory: Path, key: str, figures: _Figures) -> None:
     """Write `corpus.json`, whose presence says that everything else is there; by rename, so never half."""
     content: dict[str, Any] = {
         "key": key,

@@ -18,9 +18,8 @@ from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 CHUNK_BYTES = 1 << 20
-_BATCH_BYTES = (
-    1 << 16
-)  # tokenised at a time: more is slower, and takes 100 bytes of memory for a token
+# tokenised at a time: more is slower, and takes 100 bytes of memory for a token
+_BATCH_BYTES = 1 << 16
 PARAGRAPH_ENDS = (b"\n\n", b"\n\r\n")
 _BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
 
@@ -70,14 +69,15 @@ class Encoder:
         skipped: Counter[str] = Counter()
         # large texts are cut where tokenizers begin anew, so that memory stays bounded and the tokens are the same
         texts: list[bytes] = []  # what is tokenised at once: documents, or parts of large ones
-        ends: list[bool] = []  # whether each of them ends its document
+        # whether each of them ends its document
+        ends: list[bool] = []
         continued = bool(job) and job[0].kind == "file" and not job[0].first
         for chunk in job:
             for text, is_last in self._texts(chunk, skipped):
                 sections = list(cuts(text, CHUNK_BYTES))
                 texts += sections
                 ends += [False] * (len(sections) - 1) + [is_last]
-        tokens, counts = self._ids(texts, ends)
+        tokens, counts = self._ids_and_lengths(texts, ends)
         lengths = _document_lengths(counts, ends)
         return Encoded(tokens, lengths, continued, sum(map(len, texts)), dict(skipped))
 
@@ -85,7 +85,9 @@ class Encoder:
         """The texts of a chunk, UTF-8, without tokenising them."""
         return (text for text, _ in self._texts(chunk, Counter()))
 
-    def _ids(self, texts: list[bytes], ends: list[bool]) -> tuple[Ids, npt.NDArray[np.int64]]:
+    def _ids_and_lengths(
+        self, texts: list[bytes], ends: list[bool]
+    ) -> tuple[Ids, npt.NDArray[np.int64]]:
         """All tokens, and how many each text has, with the end of text where a document ends."""
         arrays: list[Ids]
         if isinstance(self.tokenizer, ByteTokenizer):
@@ -98,7 +100,8 @@ class Encoder:
                 np.fromiter(ids, self.dtype, len(ids)) for ids in _encode(self.tokenizer, texts)
             ]
         closing = np.array([] if self.end_of_text is None else [self.end_of_text], self.dtype)
-        sections: list[Ids] = [np.zeros(0, self.dtype)]  # so that there is one to concatenate
+        # so that there is one to concatenate
+        sections: list[Ids] = [np.zeros(0, self.dtype)]
         counts = []
         for ids, ends_document in zip(arrays, ends, strict=True):
             sections.append(ids)
@@ -121,7 +124,8 @@ class Encoder:
                 continue
             try:
                 yield text.encode(), True
-            except UnicodeEncodeError:  # a JSON string may hold half of a surrogate pair
+            except UnicodeEncodeError:
+                # a JSON string may hold half of a surrogate pair
                 skipped["undecodable documents"] += 1
 
     def _documents(self, chunk: TextChunk, skipped: Counter[str]) -> Iterator[str]:
@@ -165,9 +169,8 @@ def _document_lengths(counts: npt.NDArray[np.int64], ends: list[bool]) -> npt.ND
     """Tokens of each document, from the tokens of each text; the last document may be without its end."""
     if not ends:
         return np.zeros(0, np.int64)
-    tokens_before = np.concatenate(
-        [[0], np.cumsum(counts)]
-    )  # the tokens before each text, and of all
+    # the tokens before each text, and of all
+    tokens_before = np.concatenate([[0], np.cumsum(counts)])
     boundaries = [0, *(np.flatnonzero(ends) + 1).tolist()]
     if not ends[-1]:
         boundaries.append(len(ends))
@@ -181,7 +184,8 @@ def _encode(tokenizer: AnyTokenizer, texts: Sequence[bytes]) -> Iterator[list[in
         size += len(text)
         if size >= _BATCH_BYTES or i == len(texts) - 1:
             yield from tokenizer.encode_batch([text.decode() for text in texts[start : i + 1]])
-            start, size = i + 1, 0
+            start = i + 1
+            size = 0
 
 
 def cuts(content: bytes, limit: int, mode: str = "file") -> Iterator[bytes]:
@@ -245,8 +249,7 @@ def _between_words(content: bytes, start: int, stop: int) -> int:
 
 
 def _between_characters(content: bytes, start: int, stop: int) -> int:
-    while (
-        stop > start + 1 and content[stop] & 0xC0 == 0x80
-    ):  # inside of a character: UTF-8's continuation bytes
+    # inside of a character: UTF-8's continuation bytes
+    while stop > start + 1 and content[stop] & 0xC0 == 0x80:
         stop -= 1
     return stop

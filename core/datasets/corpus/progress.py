@@ -47,7 +47,9 @@ def _bar(title: str) -> Any:
 
 class _ProgressLines:
     def __init__(self, title: str, total: int) -> None:
-        self._title, self._total, self._done = title, total, 0
+        self._title = title
+        self._total = total
+        self._done = 0
         self._begin = self._last_print = time.monotonic()
 
     def advance(self, nbytes: int) -> None:

@@ -21,7 +21,8 @@ from core.datasets.corpus.documents import (
 )
 from core.datasets.corpus.sources import TextSource
 
-PORTION_BYTES = 64 << 20  # read at once; a larger text file becomes several documents
+# read at once; a larger text file becomes several documents
+PORTION_BYTES = 64 << 20
 _ROWS = 512
 
 
@@ -42,16 +43,16 @@ def read_chunks(
     for source in sources:
         try:
             if source.kind == "parquet":
-                yield from _parquet(source, text_key)
+                yield from _parquet_chunks(source, text_key)
             elif source.kind == "dataset":
-                yield from _dataset(source, text_key)
+                yield from _dataset_chunks(source, text_key)
             else:
                 with ExitStack() as files:
                     opened = _open(source, files)
                     if source.kind == "jsonl":
-                        yield from _lines(opened)
+                        yield from _line_chunks(opened)
                     else:
-                        yield from _text(opened, documents, skipped)
+                        yield from _text_chunks(opened, documents, skipped)
                     if opened.damage() is not None:
                         skipped["damaged compressed files"] += 1
         except _Damaged:
@@ -60,7 +61,7 @@ def read_chunks(
             skipped["files that cannot be read"] += 1
 
 
-def _extra(name: str, source: TextSource) -> Any:
+def _import_extra(name: str, source: TextSource) -> Any:
     try:
         return import_module(name)
     except ImportError as error:
@@ -91,7 +92,7 @@ def _open(source: TextSource, files: ExitStack) -> _OpenedText:
         packed: Any = files.enter_context(gzip.GzipFile(fileobj=raw))
         unpacked = _Unpacked(packed, EOFError, zlib.error, gzip.BadGzipFile)
     elif suffix == ".zst":
-        zstandard = _extra("zstandard", source)
+        zstandard = _import_extra("zstandard", source)
         packed = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
         unpacked = _Unpacked(packed, zstandard.ZstdError)
     else:
@@ -103,7 +104,8 @@ class _Unpacked(io.RawIOBase):
     """What a reader unpacks. It ends where the packed file is damaged, and `damage` is the library's error then."""
 
     def __init__(self, reader: Any, *errors: type[Exception]) -> None:
-        self._reader, self._errors = reader, errors
+        self._reader = reader
+        self._errors = errors
         self.damage: Exception | None = None
 
     def readable(self) -> bool:
@@ -113,15 +115,14 @@ class _Unpacked(io.RawIOBase):
         if self.damage is not None:
             return 0
         try:
-            return self._reader.readinto1(
-                buffer
-            )  # not `readinto`, which loses what precedes an error
+            # not `readinto`, which loses what precedes an error
+            return self._reader.readinto1(buffer)
         except self._errors as error:
             self.damage = error
             return 0
 
 
-def _lines(opened: _OpenedText) -> Iterator[TextChunk]:
+def _line_chunks(opened: _OpenedText) -> Iterator[TextChunk]:
     previous_position = 0  # in the file on disk
     while content := opened.content.read(CHUNK_BYTES):
         if not content.endswith(b"\n"):
@@ -133,13 +134,14 @@ def _lines(opened: _OpenedText) -> Iterator[TextChunk]:
         previous_position = position
 
 
-def _text(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterator[TextChunk]:
+def _text_chunks(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterator[TextChunk]:
     """Chunks of a text file. A file larger than a portion is cut where `documents` allows it."""
-    file, raw = opened.content, opened.raw
-    previous_position, rest = (
-        0,
-        b"",
-    )  # in the file on disk; what a cut left over of the last portion
+    file = opened.content
+    raw = opened.raw
+    # in the file on disk, compressed or not: what progress is measured in
+    previous_position = 0
+    # what a cut left over of the last portion
+    rest = b""
     if not file.peek(1) and opened.damage() is None:  # type: ignore[attr-defined]
         skipped["empty documents"] += 1
     is_beginning = True
@@ -156,9 +158,11 @@ def _text(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterato
             if not content:
                 return
         if is_beginning:
-            content, is_beginning = content.removeprefix(codecs.BOM_UTF8), False
+            content = content.removeprefix(codecs.BOM_UTF8)
+            is_beginning = False
         position = raw.tell()
-        size, previous_position = position - previous_position, position
+        size = position - previous_position
+        previous_position = position
         if reason := _unreadable(content):
             skipped[reason] += 1
             continue
@@ -190,8 +194,8 @@ def _unreadable(content: bytes) -> str | None:
     return "empty documents"
 
 
-def _parquet(source: TextSource, text_key: str) -> Iterator[TextChunk]:
-    parquet = _extra("pyarrow.parquet", source)
+def _parquet_chunks(source: TextSource, text_key: str) -> Iterator[TextChunk]:
+    parquet = _import_extra("pyarrow.parquet", source)
     try:
         with parquet.ParquetFile(source.path) as file:
             rows = file.metadata.num_rows
@@ -203,12 +207,12 @@ def _parquet(source: TextSource, text_key: str) -> Iterator[TextChunk]:
                 yield TextChunk(
                     "texts", batch.column(0).to_pylist(), source.size * len(batch) // max(1, rows)
                 )
-    except _extra("pyarrow", source).ArrowInvalid as error:
+    except _import_extra("pyarrow", source).ArrowInvalid as error:
         raise _Damaged(str(error)) from error
 
 
-def _dataset(source: TextSource, text_key: str) -> Iterator[TextChunk]:
-    dataset = _extra("datasets", source).load_from_disk(str(source.path))
+def _dataset_chunks(source: TextSource, text_key: str) -> Iterator[TextChunk]:
+    dataset = _import_extra("datasets", source).load_from_disk(str(source.path))
     if text_key not in dataset.column_names:
         yield TextChunk("texts", [None] * len(dataset), source.size)
         return

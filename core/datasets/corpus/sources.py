@@ -13,9 +13,8 @@ TEXT = (".txt", ".md", ".rst", ".py")
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst")
 READ = (*TEXT, *LINES, ".parquet")
-_DATASET = (
-    "dataset_info.json"  # of a directory that `datasets.save_to_disk` wrote, beside state.json
-)
+# of a directory that `datasets.save_to_disk` wrote, beside state.json
+_DATASET = "dataset_info.json"
 _SPLITS = "dataset_dict.json"
 _OTHER_SUFFIX = "files of another suffix"
 
@@ -58,7 +57,10 @@ def find_sources(
     # sorted by the hash of the name, then by the input: equal names in two inputs stay in the order of the inputs
     hashed_sources: list[tuple[bytes, int, TextSource]] = []
     for number, path in enumerate(map(Path, inputs)):
-        sources = search.below(path) if path.is_dir() else search.file(path, path.name, named=True)
+        if path.is_dir():
+            sources = search.below(path)
+        else:
+            sources = search.file(path, path.name, named=True)
         for source in sources:
             name_hash = hashlib.sha256(os.fsencode(source.name)).digest()
             hashed_sources.append((name_hash, number, source))
@@ -80,11 +82,13 @@ class _SourceSearch:
     def __init__(self, globs: Sequence[str]) -> None:
         self.skipped: Counter[str] = Counter()
         self._globs = globs
-        self._known_paths: set[str] = set()  # resolved paths of files, and of datasets
+        # resolved paths of files, and of datasets
+        self._known_paths: set[str] = set()
 
     def below(self, root: Path) -> Iterator[TextSource]:
         """The sources in a directory. Its links to directories come last: a link renames nothing that is there."""
-        waiting, entered = [root], set[str]()
+        waiting = [root]
+        entered = set[str]()
         for start in waiting:
             for directory, subdirectories, files in os.walk(start, onerror=self._unreadable):
                 resolved = os.path.realpath(directory)
@@ -133,13 +137,17 @@ class _SourceSearch:
         """The source that the file is, if it is one."""
         try:
             stat = path.stat()
-            size, regular = stat.st_size, S_ISREG(stat.st_mode)
-        except OSError:  # a dangling link, for one; reading it will say so
-            size, regular = 0, True
-        source = _source(path, name, size, self._globs, named=named)
+            size = stat.st_size
+            regular = S_ISREG(stat.st_mode)
+        except OSError:
+            # a dangling link, for one; reading it will say so
+            size = 0
+            regular = True
+        source = _source_of_file(path, name, size, self._globs, named=named)
         if source is None:
             self.skipped[_OTHER_SUFFIX] += 1
-        elif not regular:  # reading a pipe would wait for its writer
+        elif not regular:
+            # reading a pipe would wait for its writer
             self.skipped["pipes, sockets and devices"] += 1
         elif self._is_new(os.path.realpath(path)):
             yield source
@@ -152,12 +160,13 @@ class _SourceSearch:
         return True
 
 
-def _source(
+def _source_of_file(
     path: Path, name: str, size: int, globs: Sequence[str], *, named: bool
 ) -> TextSource | None:
     """None: not to be read."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if suffixes and suffixes[-1] in PACKED:  # `.jsonl.gz` is read as `.jsonl`
+    # `.jsonl.gz` is read as `.jsonl`
+    if suffixes and suffixes[-1] in PACKED:
         suffixes.pop()
     suffix = suffixes[-1] if suffixes else ""
     if suffix in LINES:

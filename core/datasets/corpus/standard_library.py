@@ -22,7 +22,8 @@ _EXCLUDED_DIRECTORIES = frozenset(
         "pydoc_data",
     }
 )
-_EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")  # the build settings of one machine
+# the build settings of one machine
+_EXCLUDED_PREFIXES = ("_sysconfigdata", "config-")
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class SourceFiles:
             try:
                 stat = (self.root / name).stat()
                 state = f"{stat.st_size}\0{stat.st_mtime_ns}"
-            except OSError:  # a dangling link, for one; `read_texts` will skip it
+            except OSError:
+                # a dangling link, for one; `read_texts` will skip it
                 state = "missing"
             digest.update(f"{name}\0{state}\n".encode())
         return digest.hexdigest()
@@ -56,12 +58,12 @@ def standard_library(root: Path | None = None) -> SourceFiles:
 
     `root` replaces the library's directory. Raises `ValueError` if it holds no Python file.
     """
-    root = Path(sysconfig.get_path("stdlib")) if root is None else root
+    if root is None:
+        root = Path(sysconfig.get_path("stdlib"))
     names = []
     for directory, subdirectories, files in os.walk(root):
-        subdirectories[:] = [
-            name for name in subdirectories if _belongs(name)
-        ]  # pruned: site-packages can be huge
+        # pruned: site-packages can be huge
+        subdirectories[:] = [name for name in subdirectories if _belongs(name)]
         folder = Path(directory).relative_to(root)
         names += [
             (folder / file).as_posix() for file in files if file.endswith(".py") and _belongs(file)

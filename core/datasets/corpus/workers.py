@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection, wait
 
 from core.datasets.corpus.documents import Encoded, Encoder, TextChunk
 
-_AHEAD = 4  # jobs per worker that may wait for a slower one before them: bounds memory
+# jobs per worker that may wait for a slower one before them: bounds memory
+_AHEAD = 4
 
 Job = Sequence[TextChunk]
 
@@ -69,15 +70,16 @@ class _WorkerPool:
     """Processes that have one job at a time each, so that neither side can wait for the other to read."""
 
     def __init__(self, encoder: Encoder, workers: int) -> None:
-        self._encoder, self._workers = encoder, workers
+        self._encoder = encoder
+        self._workers = workers
         self._processes: dict[Connection, multiprocessing.process.BaseProcess] = {}
-        self._busy: dict[Connection, int] = {}  # connection of a worker -> the number of its job
+        # connection of a worker -> the number of its job
+        self._busy: dict[Connection, int] = {}
 
     def run(self, jobs: Iterator[Job]) -> Iterator[tuple[Job, Encoded]]:
         """Each job with its tokens, in order; a few jobs are ahead of the next one that is yielded."""
-        for _ in range(
-            self._workers
-        ):  # all before the first job, which waits until its process can read
+        # all before the first job, which waits until its process can read
+        for _ in range(self._workers):
             self._start()
         sent: dict[int, Job] = {}
         done: dict[int, Encoded] = {}
@@ -91,10 +93,9 @@ class _WorkerPool:
             ):
                 self._send(connection, number, job)
                 sent[number] = job
-                number, job = (
-                    number + 1,
-                    next(jobs, None),
-                )  # the next one is read while the workers work
+                # the next one is read while the workers work
+                number = number + 1
+                job = next(jobs, None)
             # a slow job holds back the results behind it; `_AHEAD` bounds how many
             while written in done:
                 yield sent.pop(written), done.pop(written)
@@ -113,7 +114,8 @@ class _WorkerPool:
         context = multiprocessing.get_context("spawn")
         parent_end, worker_end = context.Pipe()
         process = context.Process(target=_work, args=(worker_end, self._encoder), daemon=True)
-        resource_tracker.ensure_running()  # which starting it would do, and unblock the signals
+        # which starting it would do, and unblock the signals
+        resource_tracker.ensure_running()
         # Signals that go to the whole group are for the parent alone, which answers when it is done here: a process
         # that is half started would print a traceback of its own. The mask is inherited.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -121,7 +123,8 @@ class _WorkerPool:
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        worker_end.close()  # the parent holds one end alone: when it dies, the worker reads the end of the pipe
+        # the parent holds one end alone: when it dies, the worker reads the end of the pipe
+        worker_end.close()
         self._processes[parent_end] = process
 
     def _send(self, connection: Connection, number: int, job: Job) -> None:
@@ -151,7 +154,8 @@ class _WorkerPool:
     def close(self) -> None:
         """End all worker processes."""
         for process in self._processes.values():
-            process.kill()  # they hold nothing that has to be finished
+            # they hold nothing that has to be finished
+            process.kill()
         for connection, process in self._processes.items():
             process.join()
             connection.close()
@@ -159,7 +163,8 @@ class _WorkerPool:
 
 def _work(connection: Connection, encoder: Encoder) -> None:
     """The life of a worker process: until the pipe ends."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    # the processes are the parallelism
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     while True:
         try:
             job = connection.recv()

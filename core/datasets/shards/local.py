@@ -17,10 +17,10 @@ from core.datasets.prefix_lock import LockedError, release_lock, take_lock
 from core.datasets.shards.manifest import Manifest
 from core.datasets.token_file import TokenFile, file_paths
 
-Fetch = Callable[
-    [str, Path], None
-]  # (name of the shard, folder): puts name.bin, name.idx and what lies beside there
-_POLL_S = 0.2  # how often a process looks that waits for the one that fetches
+# (name of the shard, folder): puts name.bin, name.idx and what lies beside there
+Fetch = Callable[[str, Path], None]
+# how often a process looks that waits for the one that fetches
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -53,14 +53,16 @@ class LocalShards:
     def __init__(
         self, manifest: Manifest, directory: str | Path, fetch: Fetch | None = None
     ) -> None:
-        self.manifest, self.directory, self.fetch = manifest, Path(directory), fetch
+        self.manifest = manifest
+        self.directory = Path(directory)
+        self.fetch = fetch
         self._ahead: dict[int, threading.Thread] = {}
 
     def open(self, number: int) -> TokenFile:
         """Shard `number`, brought if need be. Raises ValueError: it is not that of the list, it cannot be brought."""
         shard = self.manifest.shards[number]
         with self._locked(number):
-            file = self._here(number) or self._brought(number)
+            file = self._is_here(number) or self._bring(number)
             found = sampled_hash(file_paths(file.prefix)[0])
         if (file.num_tokens, found) != (shard.tokens, shard.hash):
             raise ValueError(
@@ -79,12 +81,10 @@ class LocalShards:
             return
 
         def bring() -> None:
-            with (
-                contextlib.suppress(Exception),
-                self._locked(number),
-            ):  # `open` tries again, and tells
-                if self._here(number) is None:
-                    self._brought(number)
+            # `open` tries again, and tells
+            with contextlib.suppress(Exception), self._locked(number):
+                if self._is_here(number) is None:
+                    self._bring(number)
 
         self._ahead[number] = threading.Thread(target=bring, daemon=True)
         self._ahead[number].start()
@@ -92,28 +92,27 @@ class LocalShards:
     def keep(self, numbers: Collection[int]) -> None:
         """Remove the other shards that were fetched. Who has one open goes on reading it."""
         for number in range(len(self.manifest.shards)):
-            if number in numbers or not self._mark(number).exists():
+            if number in numbers or not self._mark_path(number).exists():
                 continue
             self._ahead.pop(number, None)
             prefix = self._prefix(number)
             beside = [card_path(prefix), Path(f"{prefix}.tokenizer.json")]
             # locked: another process needs it now; the next call comes by again
             with contextlib.suppress(LockedError), self._locked(number, wait=False):
-                for path in (*reversed(file_paths(prefix)), *beside, self._mark(number)):
+                for path in (*reversed(file_paths(prefix)), *beside, self._mark_path(number)):
                     path.unlink(missing_ok=True)
 
     def _prefix(self, number: int) -> Path:
         return self.directory / self.manifest.shards[number].name
 
-    def _mark(self, number: int) -> Path:
+    def _mark_path(self, number: int) -> Path:
         return Path(f"{self._prefix(number)}.fetched")
 
     @contextlib.contextmanager
     def _locked(self, number: int, wait: bool = True) -> Iterator[None]:
         """Alone with the shard on this machine. Raises LockedError: without `wait`, where another has it."""
-        if (
-            self.fetch is None
-        ):  # then nothing is written or removed, and the folder may be read-only
+        # then nothing is written or removed, and the folder may be read-only
+        if self.fetch is None:
             yield
             return
         prefix = self._prefix(number)
@@ -135,14 +134,15 @@ class LocalShards:
         finally:
             release_lock(prefix, lock)
 
-    def _here(self, number: int) -> TokenFile | None:
+    def _is_here(self, number: int) -> TokenFile | None:
         try:
             return TokenFile(self._prefix(number))
         except FileNotFoundError:
             return None
 
-    def _brought(self, number: int) -> TokenFile:
-        prefix, name = self._prefix(number), self.manifest.shards[number].name
+    def _bring(self, number: int) -> TokenFile:
+        prefix = self._prefix(number)
+        name = self.manifest.shards[number].name
         if self.fetch is None:
             raise ValueError(
                 f"shard {name} is not in {self.directory}; copy it there, or say how: data.fetch"
@@ -151,11 +151,9 @@ class LocalShards:
             self.fetch(name, Path(folder))
             TokenFile(Path(folder) / name)
             index = f"{name}.idx"
-            for path in (
-                *sorted({*os.listdir(folder)} - {index}),
-                index,
-            ):  # without the index nothing opens
+            # without the index nothing opens
+            for path in (*sorted({*os.listdir(folder)} - {index}), index):
                 if path == index:
-                    self._mark(number).touch()
+                    self._mark_path(number).touch()
                 os.replace(Path(folder) / path, self.directory / path)
         return TokenFile(prefix)

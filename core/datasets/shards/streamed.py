@@ -57,7 +57,8 @@ class StreamedBatches:
         for shard, drawn, start in self._pieces(local_rows):
             row = start - local_rows.start
             self._shard(shard).fill(drawn, range(row, row + len(drawn)), tokens, labels)
-        self.local.bring_ahead(following)  # now that what is needed is here
+        # now that what is needed is here
+        self.local.bring_ahead(following)
         return self.packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
     def _pieces(self, rows: range) -> Iterator[tuple[int, range, int]]:

@@ -11,7 +11,9 @@ from core.datasets.tokenizers.byte_tokenizer import CONTENT, ByteTokenizer
 
 # tokens of a file without card that are compared with the size of the vocabulary: all would be slow
 _CHECKED_TOKENS = 1 << 22  # at its beginning
-_BLOCKS, _BLOCK = 64, 4096  # and so many blocks of so many tokens, spread over the file
+# and so many blocks of so many tokens, spread over the file
+_BLOCKS = 64
+_BLOCK = 4096
 
 
 class AnyTokenizer(Protocol):
@@ -61,7 +63,8 @@ def load_tokenizer(path: str | Path | None, end_of_text: str | int | None = None
     """
     if path is None or _is_bytes(Path(path)):
         return ByteTokenizer()
-    from core.datasets.tokenizers.trained import Tokenizer  # needs an extra
+    # needs an extra
+    from core.datasets.tokenizers.trained import Tokenizer
 
     return Tokenizer.load(path, end_of_text)
 
@@ -82,7 +85,10 @@ def tokenizer_of(file: TokenFile) -> AnyTokenizer:
     """
     path = tokenizer_path(file.prefix)
     end_of_text = None if file.card is None else file.card.end_of_text
-    tokenizer = load_tokenizer(path, end_of_text) if path.is_file() else ByteTokenizer()
+    if path.is_file():
+        tokenizer = load_tokenizer(path, end_of_text)
+    else:
+        tokenizer = ByteTokenizer()
     check_tokenizer(file, tokenizer)
     return tokenizer
 
@@ -100,14 +106,16 @@ def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
         last_start = max(0, file.num_tokens - _BLOCK)
         starts = [i * last_start // (_BLOCKS - 1) for i in range(_BLOCKS)]
         smallest, largest = file.smallest_and_largest(starts, _BLOCK)
-        smallest, largest = min(first_smallest, smallest), max(first_largest, largest)
+        smallest = min(first_smallest, smallest)
+        largest = max(first_largest, largest)
         if smallest < 0 or largest >= tokenizer.vocab_size:
             raise ValueError(
                 f"{file.prefix}.bin holds token {smallest if smallest < 0 else largest}, the tokenizer has "
                 f"{tokenizer.vocab_size} tokens; give the tokenizer that made the file"
             )
         return
-    identity, expected = tokenizer.identity, file.card.tokenizer
+    identity = tokenizer.identity
+    expected = file.card.tokenizer
     if identity != expected:
         raise ValueError(
             f"{file.prefix}.bin was made by tokenizer {expected[:12]} of {file.card.vocab_size} tokens, this is "

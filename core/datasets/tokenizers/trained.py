@@ -24,12 +24,8 @@ _ENDS_OF_TEXT = (
     *(END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "<|im_end|>"),
     *("<\uff5cend\u2581of\u2581sentence\uff5c>", "<|eod|>", "<eod>", "[SEP]", "<sep>"),
 )
-_DECIDE_IDS = (
-    "added_tokens",
-    "normalizer",
-    "pre_tokenizer",
-    "model",
-)  # the rest is for decoding and for pairs
+# the rest is for decoding and for pairs
+_DECIDE_IDS = ("added_tokens", "normalizer", "pre_tokenizer", "model")
 
 
 class Tokenizer:
@@ -42,7 +38,8 @@ class Tokenizer:
     """
 
     def __init__(self, inner: hf.Tokenizer, end_of_text: str | int | None = None) -> None:
-        inner.encode_special_tokens = True  # "as text": this setting is not stored in the file
+        # "as text": this setting is not stored in the file
+        inner.encode_special_tokens = True
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
@@ -62,7 +59,8 @@ class Tokenizer:
         """The tokenizer in the content of a `tokenizer.json`, which errors call `name`; raises `ValueError`."""
         try:
             inner = hf.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises bare Exception
+        except Exception as error:
+            # the library raises bare Exception
             raise ValueError(
                 f"{name} ({len(text)} characters) is no tokenizer.json: {error}"
             ) from error

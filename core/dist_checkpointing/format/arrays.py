@@ -111,8 +111,10 @@ class ArrayInfo:
         return cls(tuple(shape), dtype, tp_dim, stacked, ragged, stack, tuple(layers), depth, axis)
 
 
-Arrays = Mapping[str, ArrayInfo]  # key (the array's path in the group) -> what it is
-Holdings = Mapping[str, tuple[Box, ...]]  # key -> the disjoint boxes of it that one rank holds
+# key (the array's path in the group) -> what it is
+Arrays = Mapping[str, ArrayInfo]
+# key -> the disjoint boxes of it that one rank holds
+Holdings = Mapping[str, tuple[Box, ...]]
 
 
 def boxes_from_json(boxes: list[list[list[int]]]) -> tuple[Box, ...]:

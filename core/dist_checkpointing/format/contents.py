@@ -39,7 +39,9 @@ class Contents:
         try:
             facts = root["attributes"]["paracore"]
             all_nodes = root["consolidated_metadata"]["metadata"]
-            version, objects, derived = facts["format"], facts["objects"], facts["derived"]
+            version = facts["format"]
+            objects = facts["objects"]
+            derived = facts["derived"]
             metadata = {
                 key: node for key, node in all_nodes.items() if node["node_type"] == "array"
             }

@@ -13,10 +13,8 @@ from typing import Any
 from core.dist_checkpointing.format.zarr_metadata import CRC_BYTES, Chunking
 from core.dist_checkpointing.storage.fs import open_regular
 
-_OUTSIDE = (
-    2**64 - 1,
-    2**64 - 1,
-)  # the index entry of an inner chunk that lies outside of the array
+# the index entry of an inner chunk that lies outside of the array
+_OUTSIDE = (2**64 - 1, 2**64 - 1)
 
 
 def json_crc(data: bytes) -> int:

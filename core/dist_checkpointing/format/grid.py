@@ -13,7 +13,8 @@ from core.dist_checkpointing.format.arrays import ArrayInfo, Index
 from core.parallel_state.flat import Box, extent, shifted, volume, whole
 
 MIN, MAX = 2**18, 2**22  # elements of a cell: 1 and 16 MiB
-ROWS = 16  # a ragged dim is cut at multiples of it, so that its cells divide further
+# a ragged dim is cut at multiples of it, so that its cells divide further
+ROWS = 16
 
 
 def cell_shape(
@@ -33,7 +34,7 @@ def cell_shape(
     layer_elements = prod(shape[1:] if stacked else shape)
     if stacked and layer_elements < MIN:
         # small layers share a cell: one file per layer's bias would cost more to open than to read
-        return (_divisor(shape[0], MAX // layer_elements), *shape[1:])
+        return (_largest_divisor(shape[0], MAX // layer_elements), *shape[1:])
     cell = [1, *shape[1:]] if stacked else list(shape)
     if tp_dim is not None:
         is_last_dim = tp_dim == len(shape) - 1
@@ -54,7 +55,7 @@ def cell_shape(
         else:
             if ragged:
                 cell[tp_dim] = round_up(shape[tp_dim])
-    return _limited(cell, MAX, MIN)
+    return _cut_to_limit(cell, MAX, MIN)
 
 
 def cell_of(info: ArrayInfo) -> tuple[int, ...]:
@@ -65,7 +66,7 @@ def cell_of(info: ArrayInfo) -> tuple[int, ...]:
 def inner_shape(cell: tuple[int, ...]) -> tuple[int, ...] | None:
     """The inner chunks that a cell can be read in: at most 1 MiB each, contiguous in it. None: a cell up to 1 MiB."""
     if prod(cell) > MIN:
-        return _limited(cell, MIN)
+        return _cut_to_limit(cell, MIN)
     return None
 
 
@@ -86,7 +87,7 @@ def blocks(box: Box) -> Iterator[Box]:
     """A box in blocks of at most 16 MiB, each contiguous in it, in its C order."""
     shape = extent(box)
     if volume(box):
-        for _, block in cells(shape, _limited(shape, MAX, MIN)):
+        for _, block in cells(shape, _cut_to_limit(shape, MAX, MIN)):
             yield shifted(block, [start for start, _ in box])
 
 
@@ -120,7 +121,7 @@ def _check(shape: tuple[int, ...], tp_dim: int | None, stacked: bool) -> None:
         )
 
 
-def _limited(cell: Iterable[int], limit: int, min_elements: int = 0) -> tuple[int, ...]:
+def _cut_to_limit(cell: Iterable[int], limit: int, min_elements: int = 0) -> tuple[int, ...]:
     """Cut from the left until at most `limit` elements are left, by divisors: a file's last cells have full size.
 
     Where no divisor leaves `min_elements`, in even parts: 128257 rows would become as many files.
@@ -130,7 +131,7 @@ def _limited(cell: Iterable[int], limit: int, min_elements: int = 0) -> tuple[in
         if prod(limited) <= limit:
             break
         row_elements = prod(limited[dim + 1 :])
-        limited[dim] = _divisor(size, max(1, limit // row_elements))
+        limited[dim] = _largest_divisor(size, max(1, limit // row_elements))
         if limited[dim] * row_elements < min_elements:
             max_rows = limit // row_elements // ROWS * ROWS
             even_parts = -(-size // max_rows)
@@ -138,7 +139,7 @@ def _limited(cell: Iterable[int], limit: int, min_elements: int = 0) -> tuple[in
     return tuple(limited)
 
 
-def _divisor(size: int, limit: int) -> int:
+def _largest_divisor(size: int, limit: int) -> int:
     """The largest divisor of `size` up to `limit`."""
     largest = 1
     for small in range(1, isqrt(size) + 1):

@@ -25,14 +25,14 @@ def parse_json(data: bytes, file: str) -> Any:
             f"{file} has {len(data)} bytes, of JSON at most {MAX_JSON_BYTES} are read; use another step"
         )
     try:
-        return json.loads(data, parse_float=_finite, parse_constant=_finite)
+        return json.loads(data, parse_float=_finite_float, parse_constant=_finite_float)
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{file}: no JSON ({error}); restore the file from a copy, or use another step"
         ) from None
 
 
-def _finite(text: str) -> float:
+def _finite_float(text: str) -> float:
     """The float of a number's text. ValueError: NaN or infinite, which could not be written again."""
     number = float(text)
     if not math.isfinite(number):

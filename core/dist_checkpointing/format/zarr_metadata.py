@@ -15,10 +15,14 @@ _CRC32C: Json = {"name": "crc32c"}
 _NEWER = "a newer version may have written it, or another program"
 
 # Far above any checkpoint, low enough that what a hostile file says costs neither memory nor time.
-_MAX_DIMS, _MAX_CELLS, _MAX_INNER_CHUNKS, _MAX_CHUNK_BYTES = 32, 2**24, 2**16, 2**30
+_MAX_DIMS = 32
+_MAX_CELLS = 2**24
+_MAX_INNER_CHUNKS = 2**16
+_MAX_CHUNK_BYTES = 2**30
 
 CRC_BYTES = 4  # of the checksum behind every payload
-INDEX_ENTRY_BYTES = 16  # offset and length of one inner chunk, two little-endian 64-bit integers
+# offset and length of one inner chunk, two little-endian 64-bit integers
+INDEX_ENTRY_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -127,17 +131,15 @@ def array_metadata(
 def info_of(metadata: Mapping[str, Any]) -> ArrayInfo:
     """What an array is, by a zarr.json that passed `check_metadata`."""
     attributes = metadata["attributes"]
-    dtype, tp_dim = attributes.get("torch_dtype", metadata["data_type"]), attributes.get("tp_dim")
+    dtype = attributes.get("torch_dtype", metadata["data_type"])
+    tp_dim = attributes.get("tp_dim")
     stacked = "stack" in attributes
     axis = attributes.get("axis", "tp")
-    ragged = (
-        not stacked and tp_dim == 0 and axis == "tp"
-    )  # rows cut over tp, outside of stacks: a vocabulary
-    stack, layers, depth = (
-        attributes.get("stack", ""),
-        tuple(attributes.get("layers", ())),
-        attributes.get("depth", 0),
-    )
+    # rows cut over tp, outside of stacks: a vocabulary
+    ragged = not stacked and tp_dim == 0 and axis == "tp"
+    stack = attributes.get("stack", "")
+    layers = tuple(attributes.get("layers", ()))
+    depth = attributes.get("depth", 0)
     return ArrayInfo(
         tuple(metadata["shape"]), dtype, tp_dim, stacked, ragged, stack, layers, depth, axis
     )
@@ -188,7 +190,7 @@ def check_path(key: str) -> None:
         )
         if not plain or not name.strip("."):
             raise ValueError(
-                f"array {_short(key)}: {_short(name)} cannot be a part of a key: use names between '/'"
+                f"array {_short_repr(key)}: {_short_repr(name)} cannot be a part of a key: use names between '/'"
             )
 
 
@@ -199,7 +201,8 @@ def check_metadata(key: str, metadata: Any) -> None:
     """
     check_path(key)
     try:
-        chunking, attributes = Chunking.from_metadata(metadata), metadata["attributes"]
+        chunking = Chunking.from_metadata(metadata)
+        attributes = metadata["attributes"]
         dtype = attributes.get("torch_dtype", chunking.data_type)
         is_stored = dtype in STORED_DTYPES
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -208,7 +211,9 @@ def check_metadata(key: str, metadata: Any) -> None:
         ) from None
     if not is_stored:
         types = ", ".join(STORED_DTYPES)
-        raise ValueError(f"array {key!r}: its type is {_short(dtype)}, known are {types}; {_NEWER}")
+        raise ValueError(
+            f"array {key!r}: its type is {_short_repr(dtype)}, known are {types}; {_NEWER}"
+        )
     # what a save writes for these facts, all fields of it
     expected = array_metadata(
         ArrayInfo(chunking.shape, dtype), chunking.cell, chunking.inner, attributes
@@ -217,7 +222,7 @@ def check_metadata(key: str, metadata: Any) -> None:
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
     if problem := _impossible_sizes(chunking):
         raise ValueError(
-            f"array {key!r}: {problem}; shape {_short(chunking.shape)}, cells {_short(chunking.cell)}"
+            f"array {key!r}: {problem}; shape {_short_repr(chunking.shape)}, cells {_short_repr(chunking.cell)}"
         )
     if problem := _impossible_attributes(key, chunking.shape, attributes):
         raise ValueError(f"array {key!r}: {problem}; {_NEWER}")
@@ -226,7 +231,8 @@ def check_metadata(key: str, metadata: Any) -> None:
         # rows of a vocabulary are rounded up, which may be more than there are
         if cell_size > size and dim != tp_dim:
             raise ValueError(
-                f"array {key!r}: cells {_short(chunking.cell)} are larger than its shape {_short(chunking.shape)}"
+                f"array {key!r}: cells {_short_repr(chunking.cell)} are larger than its shape "
+                f"{_short_repr(chunking.shape)}"
             )
 
 
@@ -238,20 +244,24 @@ def difference(path: str, actual: Any, expected: Any) -> str | None:
     if json.dumps(actual, sort_keys=True) == json.dumps(expected, sort_keys=True):
         return None
     if isinstance(actual, list) and isinstance(expected, list) and len(actual) == len(expected):
-        actual, expected = dict(enumerate(actual)), dict(enumerate(expected))
+        actual = dict(enumerate(actual))
+        expected = dict(enumerate(expected))
     if isinstance(actual, dict) and isinstance(expected, dict):
         for name in sorted(actual.keys() ^ expected.keys()):
-            return f"{path}: {_short(name)} is {'missing' if name in expected else 'unknown'}"
+            return f"{path}: {_short_repr(name)} is {'missing' if name in expected else 'unknown'}"
         for name in sorted(actual):
             if deeper := difference(f"{path}: {name}", actual[name], expected[name]):
                 return deeper
         return None
-    return f"{path} is {_short(actual)}, this version reads {_short(expected)}"
+    return f"{path} is {_short_repr(actual)}, this version reads {_short_repr(expected)}"
 
 
 def _impossible_sizes(chunking: Chunking) -> str | None:
     """Why an array of these sizes cannot be; None if it can."""
-    shape, cell, unit = chunking.shape, chunking.cell, chunking.unit
+    shape = chunking.shape
+    cell = chunking.cell
+    unit = chunking.unit
+    # JSON's true is an int to isinstance
     if any(type(size) is not int or not 0 < size < 2**63 for size in (*shape, *cell, *unit)):
         return "its sizes are not integers from 1 to 2**63 - 1"
     if not len(shape) == len(cell) == len(unit) <= _MAX_DIMS:
@@ -261,7 +271,8 @@ def _impossible_sizes(chunking: Chunking) -> str | None:
     if any(size % unit_size for size, unit_size in zip(cell, unit, strict=True)):
         return f"pieces {unit} do not divide its cells"
     cell_count = prod(-(-size // cell_size) for size, cell_size in zip(shape, cell, strict=True))
-    units, unit_bytes = chunking.units_per_cell, chunking.unit_bytes
+    units = chunking.units_per_cell
+    unit_bytes = chunking.unit_bytes
     if cell_count > _MAX_CELLS or units > _MAX_INNER_CHUNKS or unit_bytes > _MAX_CHUNK_BYTES:
         return (
             f"{cell_count} cells of {units} pieces of {unit_bytes} bytes are too many or too large"
@@ -272,17 +283,18 @@ def _impossible_sizes(chunking: Chunking) -> str | None:
 def _impossible_attributes(key: str, shape: tuple[int, ...], attributes: Json) -> str | None:
     """Why what tools know of an array cannot be of this one; None if it can."""
     dims = len(shape)
-    tp_dim, stack = attributes.get("tp_dim", dims - 1), attributes.get("stack", "")
+    tp_dim = attributes.get("tp_dim", dims - 1)
+    stack = attributes.get("stack", "")
     stacked = "stack" in attributes
     name = key.rpartition("/")[2]
     if not isinstance(stack, str) or (stack and not name.startswith(f"{stack}.")):
-        return f"the stack {_short(stack)} is not the beginning of its name"
+        return f"the stack {_short_repr(stack)} is not the beginning of its name"
     if stacked and not dims:
         return "it has no dim that counts the layers of its stack"
     if "tp_dim" in attributes and not (type(tp_dim) is int and stacked <= tp_dim < dims):
-        return f"tp_dim is {_short(tp_dim)}, of {dims} dims{' of which the first counts layers' * stacked}"
+        return f"tp_dim is {_short_repr(tp_dim)}, of {dims} dims{' of which the first counts layers' * stacked}"
     if "axis" in attributes and not ("tp_dim" in attributes and attributes["axis"] == "ep"):
-        return f"the axis {_short(attributes['axis'])} cuts no dim of it"
+        return f"the axis {_short_repr(attributes['axis'])} cuts no dim of it"
     if "layers" in attributes or "depth" in attributes:
         return _impossible_layers(
             shape[0] if stacked else 0, attributes.get("layers"), attributes.get("depth")
@@ -294,13 +306,13 @@ def _impossible_layers(rows: int, layers: Any, depth: Any) -> str | None:
     """Why an array of so many rows cannot be of these layers of a model with `depth` of them; None if it can."""
     sound = type(depth) is int and isinstance(layers, list) and len(layers) == rows < depth
     if not sound or any(type(number) is not int for number in layers):
-        return f"{rows} rows cannot be of the layers {_short(layers)} of {_short(depth)}"
+        return f"{rows} rows cannot be of the layers {_short_repr(layers)} of {_short_repr(depth)}"
     if layers != sorted(set(layers)) or not 0 <= layers[0] <= layers[-1] < depth:
-        return f"its layers {_short(layers)} are not ascending numbers below {depth}"
+        return f"its layers {_short_repr(layers)} are not ascending numbers below {depth}"
     return None
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     if len(text) <= 120:
         return text

@@ -20,7 +20,8 @@ def cuts(info: ArrayInfo, tp: int, pp: int) -> list[Intervals]:
     intervals = [[(0, size)] for size in info.shape]
     if info.stacked:
         # of layers by their numbers in the model: a stage may hold none that has this parameter
-        cuts_of_model, numbers = _even_cuts(info.model_layers, pp), info.layer_numbers
+        cuts_of_model = _even_cuts(info.model_layers, pp)
+        numbers = info.layer_numbers
         intervals[0] = [
             (bisect_left(numbers, start), bisect_left(numbers, stop))
             for start, stop in cuts_of_model
@@ -47,7 +48,8 @@ def check_layout(arrays: Arrays, tp: int, pp: int) -> None:
     """Raises ValueError naming the arrays that cannot be cut so, and the numbers that can."""
     if tp < 1 or pp < 1:
         raise ValueError(f"tp={tp} and pp={pp} must be at least 1")
-    cut_sizes = {}  # a dim that tensor parallelism cuts evenly: a vocabulary is padded and always fits
+    # a dim that tensor parallelism cuts evenly: a vocabulary is padded and always fits
+    cut_sizes = {}
     layer_counts = {}
     for key, info in arrays.items():
         if info.cut_dim is not None and not info.ragged:

@@ -99,10 +99,12 @@ def exchanged_cells(
     local_shards = shards_as_bits(arrays, shards)
     boxes = {(key, index): box for key, index, box in plan.owned(rank)}
     incomplete: dict[tuple[str, Index], np.ndarray] = {}
-    missing: dict[tuple[str, Index], int] = {}  # elements that are still to come
+    # elements that are still to come
+    missing: dict[tuple[str, Index], int] = {}
     for wave in plan.waves:
         for transfer, elements in exchange(wave, arrays, local_shards, rank, group, device):
-            key, index = transfer.key, transfer.cell
+            key = transfer.key
+            index = transfer.cell
             cell = key, index
             if cell not in incomplete:
                 incomplete[cell], missing[cell] = _assemble(
@@ -125,7 +127,8 @@ def gather_json(value: Any, group: Group | None, device: torch.device | str = "c
     """
     if group is None:
         return [json.loads(json.dumps(value))]
-    if "cpu" in group.gloo:  # from host to host: nothing waits for what a device was asked for
+    # from host to host: nothing waits for what a device was asked for
+    if "cpu" in group.gloo:
         device = "cpu"
     text = json.dumps(value).encode()
     # all-gather needs equal sizes: the lengths go first, then every text padded to the longest (JSON ignores spaces)
@@ -154,10 +157,8 @@ class ShardBits:
         """The elements of `box` in the stored dtype: a view on the CPU, else a copy."""
         if self.array is None:
             return _as_stored(self.cut(box), info)
-        index: Any = (
-            *slices(relative(box, self.box)),
-            ...,
-        )  # the dots: a view even of an array without dims
+        # the dots: a view even of an array without dims
+        index: Any = (*slices(relative(box, self.box)), ...)
         return self.array[index]
 
 
@@ -187,13 +188,17 @@ class LocalCell:
 
     def pieces(self) -> list[ShardBits]:
         """All that makes up the cell, cut to it: one piece where one shard covers it."""
-        shared = [(intersect(shard.box, self.box), shard) for shard in self.shards]
-        whole = [(box, shard) for box, shard in shared if box == self.box][:1]
-        return [
-            replace(shard, box=box, bits=shard.cut(box))
-            for box, shard in whole or shared
-            if box is not None
-        ]
+        pieces = []
+        for shard in self.shards:
+            box = intersect(shard.box, self.box)
+            if box is None:
+                continue
+            piece = replace(shard, box=box, bits=shard.cut(box))
+            if box == self.box:
+                # it covers the cell by itself
+                return [piece]
+            pieces.append(piece)
+        return pieces
 
     def on_host(self, pieces: Iterable[tuple[Box, Tensor]]) -> "LocalCell":
         """The same cell, of copies of its pieces' bits in host memory."""
@@ -205,7 +210,8 @@ def shards_as_bits(arrays: Arrays, shards: ShardsByKey) -> dict[str, list[ShardB
     """Every shard as bits. Raises ValueError: one that is not of its array's dtype or not of its box's shape."""
     bits_by_key: dict[str, list[ShardBits]] = {}
     for key, shards_of_array in shards.items():
-        info, bits_by_key[key] = arrays[key], []
+        info = arrays[key]
+        bits_by_key[key] = []
         for shard in shards_of_array:
             dtype = str(shard.data.dtype).removeprefix("torch.")
             shape = tuple(shard.data.shape)
@@ -215,36 +221,44 @@ def shards_as_bits(arrays: Arrays, shards: ShardsByKey) -> dict[str, list[ShardB
                     f"{info.dtype} {extent(shard.box)}"
                 )
             bits = shard.data.detach().view(BITS[shard.data.element_size()])
-            array = None if reading_waits(bits.device) else _as_stored(bits, info)
+            if reading_waits(bits.device):
+                array = None
+            else:
+                array = _as_stored(bits, info)
             bits_by_key[key].append(ShardBits(shard.box, bits, array))
     return bits_by_key
 
 
-def _as_stored(bits: Tensor, info: ArrayInfo) -> np.ndarray:
-    stored_dtype, _ = STORED_DTYPES[info.dtype]
+def _as_stored(bits: Tensor, array_info: ArrayInfo) -> np.ndarray:
+    stored_dtype, _ = STORED_DTYPES[array_info.dtype]
     # through pinned memory: copies to pageable memory run at a tenth of the bus
     host = bits if bits.device.type == "cpu" else to_host(bits)
     return host.numpy().view(stored_dtype)
 
 
-def _local_cell(key: str, info: ArrayInfo, shards: Sequence[ShardBits], cell: Box) -> np.ndarray:
+def _local_cell(
+    key: str, array_info: ArrayInfo, shards: Sequence[ShardBits], cell: Box
+) -> np.ndarray:
     """A cell that this rank holds: a view of the shard that covers it, else assembled in new memory."""
     # the common case without ZeRO: one shard covers the cell, and nothing is copied
     for shard in shards:
         if intersect(shard.box, cell) == cell:
-            return shard.stored(cell, info)
-    array, missing = _assemble(info, shards, cell)
+            return shard.stored(cell, array_info)
+    array, missing = _assemble(array_info, shards, cell)
     if missing:
         raise _incomplete_error(key, cell, missing)
     return array
 
 
-def _assemble(info: ArrayInfo, shards: Sequence[ShardBits], cell: Box) -> tuple[np.ndarray, int]:
+def _assemble(
+    array_info: ArrayInfo, shards: Sequence[ShardBits], cell: Box
+) -> tuple[np.ndarray, int]:
     """A cell filled with what this rank holds of it, and how many elements it lacks: those are not initialized."""
-    array, missing = np.empty(extent(cell), STORED_DTYPES[info.dtype][0]), volume(cell)
+    array = np.empty(extent(cell), STORED_DTYPES[array_info.dtype][0])
+    missing = volume(cell)
     for shard in shards:
         if (overlap := intersect(shard.box, cell)) is not None:
-            array[slices(relative(overlap, cell))] = shard.stored(overlap, info)
+            array[slices(relative(overlap, cell))] = shard.stored(overlap, array_info)
             missing -= volume(overlap)
     return array, missing
 
@@ -285,10 +299,8 @@ def exchange(
     receive_bytes = [_message_bytes(transfers, arrays) for transfers in incoming]
     message = _packed(outgoing, sum(send_bytes), arrays, shards, device)
     received = all_to_all(message, group, send_rows=send_bytes, receive_rows=receive_bytes)
-    # pinned: ten times as fast
-    if received.device.type == "cpu":
-        received = received
-    else:
+    if received.device.type != "cpu":
+        # into pinned memory: ten times as fast
         received = to_host(received)
     del message  # its memory is free while the caller writes
     yield from _unpacked(received, incoming, arrays)

@@ -17,11 +17,11 @@ from core.dist_checkpointing.format.grid import cell_name, cell_of, cells
 from core.parallel_state.flat import Box, intersect, volume
 
 WAVE_BYTES = 64 << 20
-TRANSFER_ALIGN = (
-    16  # bytes: where a transfer starts in a message, so that it can be viewed in its own dtype
-)
+# bytes: where a transfer starts in a message, so that it can be viewed in its own dtype
+TRANSFER_ALIGN = 16
 
-Holders = dict[Box, tuple[int, ...]]  # of one cell: each box of it that ranks hold -> those ranks
+# of one cell: each box of it that ranks hold -> those ranks
+Holders = dict[Box, tuple[int, ...]]
 
 
 class Transfer(NamedTuple):
@@ -109,7 +109,7 @@ def plan_writes(
             transfers.append(Transfer(key, cell.index, box, source, owner))
     for cells_of_array in assigned.values():
         cells_of_array.sort()
-    return WritePlan(assigned, _waves(transfers, arrays, len(holdings), wave_bytes))
+    return WritePlan(assigned, _waves_of_transfers(transfers, arrays, len(holdings), wave_bytes))
 
 
 def plan_gathering(
@@ -133,7 +133,7 @@ def plan_gathering(
                 transfers = [
                     Transfer(key, cell.index, box, source, rank) for box, source in received
                 ]
-                waves = _waves(transfers, arrays, len(holdings), wave_bytes)
+                waves = _waves_of_transfers(transfers, arrays, len(holdings), wave_bytes)
                 plans[key, cell.index] = WritePlan({key: [(cell.index, cell.box, rank)]}, waves)
     return plans
 
@@ -170,7 +170,8 @@ def _cells_of_class(
     grid_of: Callable[[ArrayInfo], tuple[int, ...]] = cell_of,
 ) -> Iterator[_PlannedCell]:
     """Every cell of a class in C order. Raises ValueError: a box outside of the array, elements that nobody holds."""
-    key, info = keys[0], arrays[keys[0]]
+    key = keys[0]
+    info = arrays[keys[0]]
     try:
         grid = grid_of(info)
     except ValueError as error:
@@ -190,7 +191,7 @@ def _cells_of_class(
                 holders[overlap] = (*holders.get(overlap, ()), *ranks)
     for index, cell in cells(info.shape, grid):
         holders = holders_by_cell[index]
-        if cell not in holders and (hole := _without(cell, sorted(holders))):
+        if cell not in holders and (hole := _box_without(cell, sorted(holders))):
             raise ValueError(
                 f"{key} of shape {info.shape}: no rank holds {hole[0]} (in cell {cell_name(index)}); every element "
                 f"has to be in the sharded state of at least one of the {len(holdings)} ranks"
@@ -241,7 +242,7 @@ def _received(cell: _PlannedCell, owner: int) -> list[tuple[Box, int]]:
     if cell.disjoint:
         for box, ranks in cell.holders.items():
             if owner not in ranks:
-                received.append((box, _sender(ranks, owner)))
+                received.append((box, _chosen_sender(ranks, owner)))
         return received
     # what the owner holds itself counts first, then the large boxes: few transfers
     by_preference = sorted(
@@ -251,18 +252,18 @@ def _received(cell: _PlannedCell, owner: int) -> list[tuple[Box, int]]:
     covered: list[Box] = []
     for box, ranks in by_preference:
         if owner not in ranks:
-            sender = _sender(ranks, owner)
-            received += [(rest, sender) for rest in _without(box, covered)]
+            sender = _chosen_sender(ranks, owner)
+            received += [(rest, sender) for rest in _box_without(box, covered)]
         covered.append(box)
     return received
 
 
-def _sender(ranks: tuple[int, ...], owner: int) -> int:
+def _chosen_sender(ranks: tuple[int, ...], owner: int) -> int:
     """One of the ranks that hold the same box: different owners ask different replicas."""
     return sorted(ranks)[owner % len(ranks)]
 
 
-def _without(box: Box, removed: Iterable[Box]) -> list[Box]:
+def _box_without(box: Box, removed: Iterable[Box]) -> list[Box]:
     """What remains of a box without `removed`, as disjoint boxes."""
     remaining = [box]
     for other in removed:
@@ -287,7 +288,7 @@ def _difference(box: Box, other: Box) -> list[Box]:
     return rest
 
 
-def _waves(
+def _waves_of_transfers(
     transfers: list[Transfer], arrays: Arrays, world: int, wave_bytes: int
 ) -> list[list[Transfer]]:
     """Transfers in waves that no rank sends or receives more than `wave_bytes` in.
@@ -296,16 +297,16 @@ def _waves(
     cell of each rank is incomplete in memory.
     """
     queue = []
-    queued: Counter[int] = Counter()  # destination -> its transfers so far
+    # destination -> its transfers so far
+    queued: Counter[int] = Counter()
     for transfer in sorted(transfers):
         queue.append((queued[transfer.destination], transfer.destination, transfer))
         queued[transfer.destination] += 1
     waves: list[list[Transfer]] = []
     sent: list[list[int]] = []  # wave -> bytes of each rank
     received: list[list[int]] = []
-    last_wave = [
-        0
-    ] * world  # of each destination: where its last transfer is, earlier ones would break the order
+    # of each destination: where its last transfer is, earlier ones would break the order
+    last_wave = [0] * world
     for _, destination, transfer in sorted(queue):
         size = transfer_bytes(transfer.box, arrays[transfer.key])
         # the first wave with room on both sides, not before the one of the destination's last transfer

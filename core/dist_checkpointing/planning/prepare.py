@@ -65,8 +65,10 @@ class SavePlanner:
             raise ValueError(
                 f"weights={weights!r} is unknown: 'derive' leaves out what can be rounded, 'bf16' does not"
             )
-        self._ps, self._weights = ps, weights
-        self._fingerprints: list[str] = []  # of every rank's catalogue, at the save before
+        self._ps = ps
+        self._weights = weights
+        # of every rank's catalogue, at the save before
+        self._fingerprints: list[str] = []
         self._catalog: Catalog | None = None
         self._plan: _Planned | None = None
         self._not_stored: set[str] = set()
@@ -77,14 +79,16 @@ class SavePlanner:
         Raises ValueError on all ranks alike: a state that cannot be saved, shards that do not cover their arrays.
         RuntimeError: a rank's `failure`.
         """
-        local_state, problem = LocalState(), None
+        local_state = LocalState()
+        problem = None
         catalog: LocalCatalog = {}
         report: dict[str, Any] = {}
         try:
             local_state = flatten(to_save(state))
             catalog = to_json(local_state.arrays(), local_state.holdings())
             report = self._report(local_state, catalog)
-        except Exception as error:  # reported to all ranks first: they wait in the exchange
+        except Exception as error:
+            # reported to all ranks first: they wait in the exchange
             problem = error
         report |= {"uuid": uuid4().hex, "problem": problem and str(problem), "failure": failure}
         reports = self._gather(report)
@@ -134,7 +138,8 @@ class SavePlanner:
         if fingerprints != self._fingerprints:
             kinds = [report["kind"] for report in reports]
             catalogs = self._gather(without_repeated_arrays(catalog, self._ps.rank, kinds))
-            self._catalog, self._plan = merge_catalogs(with_repeated_arrays(catalogs, kinds)), None
+            self._catalog = merge_catalogs(with_repeated_arrays(catalogs, kinds))
+            self._plan = None
             self._fingerprints = fingerprints
 
     def _gather(self, value: Any) -> list[Any]:

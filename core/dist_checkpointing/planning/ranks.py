@@ -49,7 +49,10 @@ def agree(problem: Exception | None, ps: ParallelState) -> None:
     for rank, remote_report in enumerate(reports):
         if remote_report is not None:
             type_names, message = remote_report
-            error_type = _ERROR_TYPES[type_names[0]] if type_names else RuntimeError
+            if type_names:
+                error_type = _ERROR_TYPES[type_names[0]]
+            else:
+                error_type = RuntimeError
             raise error_type(f"rank {rank}: {message}")
 
 
@@ -65,6 +68,8 @@ def problem_of(call: Callable[[], object]) -> Exception | None:
 def from_first(call: Callable[[], T], ps: ParallelState) -> T:
     """Collective: what rank 0's call returns, a JSON value, or raises, on every rank."""
     results: list[T] = []
-    problem = problem_of(lambda: results.append(call())) if ps.rank == 0 else None
+    problem = None
+    if ps.rank == 0:
+        problem = problem_of(lambda: results.append(call()))
     agree(problem, ps)
     return gather_json(results, ps.world, ps.device)[0][0]

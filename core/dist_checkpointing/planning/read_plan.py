@@ -19,10 +19,10 @@ from core.parallel_state.flat import Box, flat_boxes, flat_intervals, intersect,
 
 ROUND_BYTES = 64 << 20
 
-Requesters = dict[
-    Box, tuple[int, ...]
-]  # of one cell: each requested box of it -> the ranks that request it
-Deliveries = tuple[tuple[Box, tuple[int, ...]], ...]  # (box, the ranks that request it)
+# of one cell: each requested box of it -> the ranks that request it
+Requesters = dict[Box, tuple[int, ...]]
+# (box, the ranks that request it)
+Deliveries = tuple[tuple[Box, tuple[int, ...]], ...]
 
 
 class SharedRead(NamedTuple):
@@ -53,10 +53,11 @@ class ReadPlan:
 
 def to_json(requested: Holdings) -> dict[str, Any]:
     """One rank's requests as a message: boxes inside of others once, equal lists of several arrays once."""
-    numbers: dict[tuple[Box, ...], int] = {}  # list of boxes -> its number in the message
+    # list of boxes -> its number in the message
+    numbers: dict[tuple[Box, ...], int] = {}
     number_of_key = {}
     for key in sorted(requested):
-        boxes = _joined(_outermost(_joined(requested[key])))
+        boxes = _joined_boxes(_outermost(_joined_boxes(requested[key])))
         number_of_key[key] = numbers.setdefault(boxes, len(numbers))
     return {"boxes": list(numbers), "lies": number_of_key}
 
@@ -76,7 +77,7 @@ def _outermost(boxes: Sequence[Box]) -> list[Box]:
     return outermost
 
 
-def _joined(boxes: Sequence[Box]) -> tuple[Box, ...]:
+def _joined_boxes(boxes: Sequence[Box]) -> tuple[Box, ...]:
     """Boxes that continue each other in dim 0 as one: the layers of a stack."""
     joined: list[Box] = []
     for box in sorted(set(boxes), key=lambda box: (box[1:], box[:1])):
@@ -101,7 +102,8 @@ def plan_reads(
     it in one round, and makes that round larger where very many request it.
     """
     # every rank runs through all cells, so that readers and rounds are the same; it keeps what concerns it
-    plan, rounds = ReadPlan(), _Rounds(len(requested), round_bytes)
+    plan = ReadPlan()
+    rounds = _Rounds(len(requested), round_bytes)
     for keys in _array_classes(chunks, requested):
         array_chunks = chunks[keys[0]]
         boxes_by_rank = [rank_requests.get(keys[0], ()) for rank_requests in requested]
@@ -132,7 +134,7 @@ def _plan_cell(
             continue
         # a block is sent to all others within one round: its bytes times their number must fit
         block_bytes = round_bytes // max(1, len(receivers.ranks) - 1)
-        for box, boxes_inside in _blocks(chunks, index, units, boxes, block_bytes):
+        for box, boxes_inside in _blocks_of_units(chunks, index, units, boxes, block_bytes):
             for key in keys:
                 if single:
                     plan.alone[key, index].append((box, receivers.ranks[0]))
@@ -197,9 +199,8 @@ def _unit_runs(
     A sweep: each requested box opens and closes at unit numbers; between two of these the open boxes do not change.
     """
     unit_grid = tuple([size // unit for size, unit in zip(chunks.cell, chunks.unit, strict=True)])
-    edges: dict[int, list[tuple[bool, Box]]] = defaultdict(
-        list
-    )  # unit number -> (opens there, box)
+    # unit number -> (opens there, box)
+    edges: dict[int, list[tuple[bool, Box]]] = defaultdict(list)
     for box in sorted(requesters):
         touched = []
         for (start, stop), position, size, unit in zip(
@@ -210,7 +211,8 @@ def _unit_runs(
         for first, end in flat_intervals(unit_grid, tuple(touched)):
             edges[first].append((True, box))
             edges[end].append((False, box))
-    open_boxes: list[Box] = []  # those that touch the units behind the last edge
+    # those that touch the units behind the last edge
+    open_boxes: list[Box] = []
     previous_edge = 0
     for edge in sorted(edges):
         if open_boxes:
@@ -223,7 +225,7 @@ def _unit_runs(
         previous_edge = edge
 
 
-def _blocks(
+def _blocks_of_units(
     chunks: Chunking, index: Index, units: tuple[int, int], boxes: list[Box], block_bytes: int
 ) -> Iterator[tuple[Box, list[tuple[Box, Box]]]]:
     """A run of units in blocks of at most `block_bytes`, or of one unit.
@@ -273,10 +275,13 @@ class _Rounds:
     """The current round of each rank, and how many bytes it reads or sends, and receives, in that round."""
 
     def __init__(self, world: int, limit: int) -> None:
-        self._limit, self.count = limit, 0
+        self._limit = limit
+        self.count = 0
         self._total_read = [0] * world  # bytes, in all rounds
         self._current = [0] * world
-        self._sent, self._received = [0] * world, [0] * world  # bytes, in the current round
+        # bytes, in the current round
+        self._sent = [0] * world
+        self._received = [0] * world
         self._receivers: dict[tuple[tuple[int, ...], ...], _Receivers] = {}
 
     def receivers(self, sets_of_ranks: tuple[tuple[int, ...], ...]) -> _Receivers:
@@ -293,14 +298,14 @@ class _Rounds:
         reader = receivers.ranks[total_read.index(min(total_read))]
         read_bytes = volume(box) * itemsize
         self._total_read[reader] += read_bytes
-        receive_bytes = send_bytes = 0  # one receiver gets all boxes at most
+        # one receiver gets all boxes at most
+        receive_bytes = send_bytes = 0
         for part_box, ranks in deliveries:
             size = padded_bytes(part_box, itemsize)
             receive_bytes += size
             send_bytes += size * (len(ranks) - (reader in ranks))
-        send_bytes = max(
-            read_bytes, send_bytes
-        )  # the larger of two buffers limits the round: read, and sent
+        # the larger of two buffers limits the round: read, and sent
+        send_bytes = max(read_bytes, send_bytes)
         # all receivers take part in one all-to-all: those in an earlier round move on to the latest one of them
         current = receivers.pick(self._current)
         number = max(current)

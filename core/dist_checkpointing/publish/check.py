@@ -26,17 +26,12 @@ from core.dist_checkpointing.storage.zarr_store import Reader
 from core.dist_checkpointing.tools.console import printable
 from core.parallel_state.flat import Box, extent, volume
 
-_MALFORMED = (
-    KeyError,
-    TypeError,
-    ValueError,
-    ZeroDivisionError,
-)  # what reading strange metadata may raise
+# what reading strange metadata may raise
+_MALFORMED = (KeyError, TypeError, ValueError, ZeroDivisionError)
 _MAX_READ_BYTES = 64 << 20  # of a cell, at once; ours have 16 MiB
 Problems = dict[str, str]  # file -> what is wrong with it
-ForEach = Callable[
-    [Callable[[str], str | None], Iterable[str]], Problems
-]  # (check of one file, files) -> problems
+# (check of one file, files) -> problems
+ForEach = Callable[[Callable[[str], str | None], Iterable[str]], Problems]
 Node = dict[str, Any]  # the content of a zarr.json
 
 
@@ -89,9 +84,8 @@ def check_before_reading(directory: CheckpointDir) -> list[str]:
 def _for_each(jobs: int, check_file: Callable[[str], str | None], paths: Iterable[str]) -> Problems:
     """What `check_file` says of the paths, in threads: each is mostly waiting for a disk or a network."""
     paths = list(paths)
-    jobs = max(
-        1, min(jobs, len(paths) // 8)
-    )  # a thread for less than eight files costs more than it saves
+    # a thread for less than eight files costs more than it saves
+    jobs = max(1, min(jobs, len(paths) // 8))
 
     def check_share(first: int) -> Problems:
         problems = {}
@@ -125,7 +119,8 @@ def _check_size(directory: CheckpointDir, manifest: Manifest, path: str) -> str 
 
 def _check_json(directory: CheckpointDir, manifest: Manifest, path: str) -> str | None:
     """By all its bytes: JSON files are small."""
-    expected, crc = manifest.files[path][1], json_crc(directory.read(path))
+    expected = manifest.files[path][1]
+    crc = json_crc(directory.read(path))
     if crc == expected:
         return None
     return f"is damaged: its crc is {crc}, the manifest says {expected}"
@@ -195,7 +190,8 @@ def _check_digest(
 ) -> str | None:
     key = path.rpartition("/")[0]
     array = metadata.get(key)
-    if array is None:  # its zarr.json is not listed, or reported as damaged already
+    # its zarr.json is not listed, or reported as damaged already
+    if array is None:
         if f"{key}/zarr.json" in manifest.files:
             return None
         return "belongs to no array"
@@ -237,7 +233,8 @@ def _read_error(
     directory: CheckpointDir, key: str, array: Node, boxes: Iterable[Box]
 ) -> str | None:
     """Why boxes of an array cannot be read; None if they can."""
-    reader, dtype = Reader(directory, {key: array}), np.dtype(array["data_type"])
+    reader = Reader(directory, {key: array})
+    dtype = np.dtype(array["data_type"])
     try:
         for box in boxes:
             fits = volume(box) * dtype.itemsize <= _MAX_READ_BYTES

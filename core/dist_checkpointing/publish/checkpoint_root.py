@@ -52,7 +52,8 @@ class CheckpointRoot:
         fs: Fs | None = None,
     ) -> None:
         self.files = url if isinstance(url, KvCheckpointDir) else open_dir(url, fs)
-        self.url, self.stale_s = self.files.url, stale_s
+        self.url = self.files.url
+        self.stale_s = stale_s
         self._strategy = self._commit_strategy()
 
     def _commit_strategy(self) -> RenameCommit | PointerCommit:
@@ -159,7 +160,9 @@ class CheckpointRoot:
 
         `waiting` is called meanwhile. Raises RuntimeError: it never will be. TimeoutError.
         """
-        name, end, pause = self._checked_name(name), time.monotonic() + timeout_s, 0.002
+        name = self._checked_name(name)
+        end = time.monotonic() + timeout_s
+        pause = 0.002
         while self._strategy.identity(name) != uuid:
             # the identity again: it may have been committed between the two looks
             if not self._strategy.exists(name, uuid) and self._strategy.identity(name) != uuid:
@@ -251,7 +254,9 @@ class CheckpointRoot:
         where a rule needs more than numbers.
         """
         retention = Retention(keep_last=keep_last, keep_every=keep_every, **rules)
-        steps, complete, verified = self.steps(), set[int](), None
+        steps = self.steps()
+        complete = set[int]()
+        verified = None
         # from the newest on, until one verifies and `keep_last` are complete
         for step in reversed(steps):
             if verified is None and not self.problems(step, digests=True):
@@ -264,7 +269,8 @@ class CheckpointRoot:
             return []
         facts = self.facts(steps) if retention.reads_facts else {}
         protected = complete | set(self.tags().values()) | retention.protected(steps, facts)
-        removable, shared = [], []
+        removable = []
+        shared = []
         for step in steps:
             if step < verified and step not in protected:
                 foreign_files = self._strategy.foreign_files(step_name(step))
@@ -342,7 +348,8 @@ class CheckpointRoot:
         A job that was killed may have left a writer that still finishes its save.
         Raises TimeoutError naming those that are neither.
         """
-        end, logged = time.monotonic() + timeout_s, False
+        end = time.monotonic() + timeout_s
+        logged = False
         while live := self._live_attempts():
             if time.monotonic() > end:
                 raise TimeoutError(
@@ -353,7 +360,8 @@ class CheckpointRoot:
                 log.warning(text, self.url, live[0], self.stale_s)
                 logged = True
             time.sleep(poll_s)
-            poll_s = max(poll_s, min(2 * poll_s, 1.0))  # of an object store each look is paid for
+            # of an object store each look is paid for
+            poll_s = max(poll_s, min(2 * poll_s, 1.0))
 
     def _live_attempts(self) -> list[str]:
         ages = self._strategy.ages()

@@ -72,7 +72,8 @@ def merge_receipts(
     folder = receipts_folder(uuid, rank, world_size)
     if folder == FOLDER or rank % FAN_IN:
         return
-    directory, ranks = root.temporary(name, uuid), range(rank, min(rank + FAN_IN, world_size))
+    directory = root.temporary(name, uuid)
+    ranks = range(rank, min(rank + FAN_IN, world_size))
 
     def check_attempt() -> None:
         if not root.is_begun(name, uuid):
@@ -81,7 +82,7 @@ def merge_receipts(
 
     # the committer would open 16,384 receipts of as many ranks; so it opens 256
     receipts = _wait(directory, folder, ranks, world_size, timeout_s, waiting=check_attempt)
-    files = _union(_parsed(directory, receipts, folder))
+    files = _union(_parsed_receipts(directory, receipts, folder))
     directory.remove_folder(folder)
     write_receipt(directory, rank, files)
 
@@ -117,12 +118,11 @@ def commit(
         directory, FOLDER, ranks, world_size, timeout_s, waiting=waiting, silent_ranks=silent_ranks
     )
     # 2. the files are exactly those of the plan
-    files = _union(_parsed(directory, receipts))
+    files = _union(_parsed_receipts(directory, receipts))
     _check_planned(files, planned, world_size)
     if merged:
-        directory.remove_folder(
-            f"{uuid}.{FOLDER}"
-        )  # it is empty: the merging ranks removed what was in it
+        # it is empty: the merging ranks removed what was in it
+        directory.remove_folder(f"{uuid}.{FOLDER}")
     for rank, data in receipts.items():
         files[_receipt(rank)] = len(data), json_crc(data)
     # 3. the manifest, and the atomic rename or conditional put after which the checkpoint exists
@@ -146,7 +146,8 @@ def _wait(
     waiting: raises when there is nothing to wait for any more. silent_ranks: whom to name for those whose receipts
     are missing in the end.
     """
-    end, pause = time.monotonic() + timeout_s, 0.002
+    end = time.monotonic() + timeout_s
+    pause = 0.002
     while True:
         present = set(directory.names(folder))
         _raise_failures(
@@ -166,7 +167,8 @@ def _wait(
             )
         waiting()
         time.sleep(pause)
-        pause = min(2 * pause, 0.25)  # short at first: most ranks are done at about the same time
+        # short at first: most ranks are done at about the same time
+        pause = min(2 * pause, 0.25)
 
 
 def _raise_failures(directory: CheckpointDir, names: Collection[str], world_size: int) -> None:
@@ -200,7 +202,7 @@ def _rank(name: str) -> int:
     return int(name.removeprefix(f"{FOLDER}/").partition(".")[0])
 
 
-def _parsed(
+def _parsed_receipts(
     directory: CheckpointDir, receipts: Mapping[int, bytes], folder: str = FOLDER
 ) -> dict[int, Any]:
     return {
@@ -229,7 +231,7 @@ def _union(receipts: Mapping[int, Any]) -> dict[str, tuple[int, int]]:
             if path in owner:
                 problems.append(f"{path} was written by rank {owner[path]} and by rank {rank}")
             files[path], owner[path] = (entry[0], entry[1]), rank
-    _refuse(problems, len(receipts))
+    _refuse_problems(problems, len(receipts))
     return files
 
 
@@ -244,10 +246,10 @@ def _check_planned(files: Files, planned: Set[str], world_size: int) -> None:
             problems.append(
                 f"{len(paths)} of {len(planned)} files are {kind}, the first is {min(paths)}"
             )
-    _refuse(problems, world_size)
+    _refuse_problems(problems, world_size)
 
 
-def _refuse(problems: list[str], count: int) -> None:
+def _refuse_problems(problems: list[str], count: int) -> None:
     if problems:
         details = "; ".join(problems[:8])
         raise ValueError(

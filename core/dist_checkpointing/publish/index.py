@@ -16,9 +16,8 @@ from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 
 _COMPLETE = ".index.json"
 _TAKEN = re.compile(r"\.index/([^./][^/]*)/taken")
-_MARK = re.compile(
-    r"(?:\.index/)?([^./][^/]*)/([0-9a-f]{32})\.(heartbeat|trash)"
-)  # all else is not ours
+# all else is not ours
+_MARK = re.compile(r"(?:\.index/)?([^./][^/]*)/([0-9a-f]{32})\.(heartbeat|trash)")
 _POINTER = "/manifest.json"
 
 
@@ -41,7 +40,8 @@ class Index:
     """See above. `thorough` in a method: list every object, whatever the index says."""
 
     def __init__(self, files: KvCheckpointDir) -> None:
-        self._files, self._complete = files, False
+        self._files = files
+        self._complete = False
 
     def names(self, *, thorough: bool = False) -> list[str]:
         """Every committed checkpoint, sorted: one request for 1000 entries, and one for each."""
@@ -97,7 +97,8 @@ class Index:
         if not self._complete:
             try:
                 self._complete = unseal(self._files.read(_COMPLETE), _COMPLETE).get("format") == 1
-            except (FileNotFoundError, ValueError):  # a user's file of that name is left as it is
+            except (FileNotFoundError, ValueError):
+                # a user's file of that name is left as it is
                 self._complete = False
         return self._complete
 
@@ -116,9 +117,8 @@ class Watch:
     """How long an object did not change, by the clock of this process: those of other hosts may be hours off."""
 
     def __init__(self) -> None:
-        self._contents: dict[
-            str, tuple[bytes, float]
-        ] = {}  # url -> content, and when it was first read
+        # url -> content, and when it was first read
+        self._contents: dict[str, tuple[bytes, float]] = {}
 
     def unchanged(self, url: str, content: bytes) -> float:
         """Seconds since this content was first read; 0 for what is new."""
@@ -134,6 +134,5 @@ class Watch:
         self._contents.pop(url, None)
 
 
-WATCH = (
-    Watch()
-)  # of the process: each save, and each look of a manager, has a CheckpointRoot of its own
+# of the process: each save, and each look of a manager, has a CheckpointRoot of its own
+WATCH = Watch()

@@ -19,17 +19,19 @@ log = logging.getLogger(__name__)
 _LOCK = ".lock"
 MAX_TRIES = 100  # while other jobs take it and give it back
 POLL_S = 0.1
-PATIENCE_S = 3.0  # of a start that waits for a heartbeat, before it logs that it waits
-SILENT_S = (
-    5.0  # some beats, and what an NFS client may not see of them: then an orphan is the last one
-)
+# of a start that waits for a heartbeat, before it logs that it waits
+PATIENCE_S = 3.0
+# some beats, and what an NFS client may not see of them: then an orphan is the last one
+SILENT_S = 5.0
 
 
 class Heartbeat:
     """Calls `beat` every `every` seconds until it is stopped, or until what it touches is gone. A context."""
 
     def __init__(self, beat: Callable[[], None], every: float = 1.0) -> None:
-        self._beat, self._interval_s, self._stop = beat, every, threading.Event()
+        self._beat = beat
+        self._interval_s = every
+        self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="checkpoint-heartbeat", daemon=True)
         self._thread.start()
 
@@ -39,10 +41,8 @@ class Heartbeat:
                 self._beat()
             except FileNotFoundError:
                 return
-            except (
-                OSError,
-                ValueError,
-            ):  # a hiccup of the file system or of the network: the next may do
+            except (OSError, ValueError):
+                # a hiccup of the file system or of the network: the next may do
                 continue
 
     def stop(self) -> None:
@@ -76,9 +76,12 @@ class OtherRanks:
     def __init__(
         self, orphaned: Callable[[], bool], last_beat: Callable[[], str], silent_s: float = SILENT_S
     ) -> None:
-        self._orphaned, self._last_beat, self._silent_s = orphaned, last_beat, silent_s
+        self._orphaned = orphaned
+        self._last_beat = last_beat
+        self._silent_s = silent_s
         self._latest_beat: str | None = None
-        self._latest_time = 0.0  # when that beat was first noticed, by this process's clock
+        # when that beat was first noticed, by this process's clock
+        self._latest_time = 0.0
 
     def __call__(self) -> None:
         """Raises Orphaned: nobody beats, and the job is gone."""
@@ -86,7 +89,8 @@ class OtherRanks:
             return
         beat = self._last_beat()
         if beat != self._latest_beat:
-            self._latest_beat, self._latest_time = beat, time.monotonic()
+            self._latest_beat = beat
+            self._latest_time = time.monotonic()
         elif time.monotonic() - self._latest_time > self._silent_s:
             raise Orphaned(
                 f"the job is gone, and no other rank was heard of for {self._silent_s:.0f} s"
@@ -103,7 +107,8 @@ class Lock:
     def __init__(
         self, directory: CheckpointDir, *, stale_s: float = 60.0, every: float = 1.0
     ) -> None:
-        self._directory, self._uuid = directory, uuid4().hex
+        self._directory = directory
+        self._uuid = uuid4().hex
         owner = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -117,7 +122,8 @@ class Lock:
             if directory.swap(_LOCK, abandoned, content):
                 break
             abandoned = self._abandoned_lock(stale_s)
-        else:  # a link that leads nowhere can be neither read nor made
+        else:
+            # a link that leads nowhere can be neither read nor made
             raise ValueError(
                 f"{directory.url}{_LOCK} cannot be taken; remove it, or choose another directory"
             )
@@ -132,8 +138,8 @@ class Lock:
             )
         if not self._is_own(content):
             raise ValueError(
-                f"the lock {self._directory.url}{_LOCK} now is that of {_owner_text(_owner(content))}: it was taken "
-                "over because this job was silent for too long; stop one of the two"
+                f"the lock {self._directory.url}{_LOCK} now is that of {_owner_text(_owner_of(content))}: it was "
+                "taken over because this job was silent for too long; stop one of the two"
             )
 
     def release(self) -> None:
@@ -144,7 +150,7 @@ class Lock:
             self._directory.swap(_LOCK, content, None)
 
     def _is_own(self, content: bytes) -> bool:
-        return _owner(content).get("uuid") == self._uuid
+        return _owner_of(content).get("uuid") == self._uuid
 
     def _beat(self) -> None:
         # taken over, or removed: this ends the heartbeat, which would else keep another job's lock alive
@@ -163,7 +169,7 @@ class Lock:
                 f"{self._directory.url}{_LOCK} is no lock of a job that saves checkpoints; remove it if nobody needs "
                 "it, or choose another directory"
             )
-        owner = _owner(content)
+        owner = _owner_of(content)
         process_lives = _is_alive(owner)
         if process_lives is False:
             return content
@@ -199,7 +205,7 @@ def _read(directory: CheckpointDir) -> bytes | None:
         return None
 
 
-def _owner(lock: bytes) -> dict[str, Any]:
+def _owner_of(lock: bytes) -> dict[str, Any]:
     """The owner that a lock names; nothing if it was killed while it wrote the lock."""
     try:
         value = parse_json(lock, _LOCK)
@@ -225,11 +231,13 @@ def _process_space() -> str:
 
 def _is_alive(owner: dict[str, Any]) -> bool | None:
     """Whether a process of this machine is; None: it is one of another machine, or not known."""
-    space, pid = owner.get("space"), owner.get("pid")
+    space = owner.get("space")
+    pid = owner.get("pid")
     if not space or space != _process_space() or not isinstance(pid, int):
         return None
     try:
-        os.kill(pid, 0)  # sends nothing, but fails if there is no such process
+        # sends nothing, but fails if there is no such process
+        os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:

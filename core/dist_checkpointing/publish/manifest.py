@@ -13,8 +13,10 @@ from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir
 FORMAT = 1
 TAGGED = 2  # of the root group, where objects name types: `leaves`
 MANIFEST = "manifest.json"
-SIGNATURE = "signature.json"  # who wrote it, where somebody signed it; in no manifest
-SIGNED = "paracore checkpoint, sha256 of its files, ed25519"  # the kind that a signature names
+# who wrote it, where somebody signed it; in no manifest
+SIGNATURE = "signature.json"
+# the kind that a signature names
+SIGNED = "paracore checkpoint, sha256 of its files, ed25519"
 Files = Mapping[str, tuple[int, int]]  # path -> (size, crc)
 
 
@@ -47,7 +49,8 @@ def read_manifest(directory: CheckpointDir) -> Manifest:
         raise ValueError(
             f"{file}: format {version}, this version reads up to {FORMAT}; update paracore"
         )
-    files, run = value.get("files"), value.get("run")
+    files = value.get("files")
+    run = value.get("run")
     if (
         not isinstance(files, dict)
         or not isinstance(run, dict)

@@ -51,7 +51,8 @@ def foreign_files(directory: PosixCheckpointDir) -> list[str]:
     """Files, links and directories below that no checkpoint there lists; without a checkpoint, all entries."""
     files = listed_files(directory)
     if files is None:
-        return directory.fs.listdir(directory.path)  # and no deeper: it may be somebody's home
+        # and no deeper: it may be somebody's home
+        return directory.fs.listdir(directory.path)
     # folders of listed files belong to the checkpoint, too
     folders = {"receipts"}
     for path in files:

@@ -20,7 +20,8 @@ from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 log = logging.getLogger(__name__)
 
 _POINTER = "/manifest.json"
-_NOTE_KEYS = {"pid", "replaces", "time"}  # of the JSON in a heartbeat
+# of the JSON in a heartbeat
+_NOTE_KEYS = {"pid", "replaces", "time"}
 _TRASH = b"removed by paracore"
 _COMMITTED = re.compile(r"([0-9a-f]{32})/manifest\.json")
 
@@ -29,7 +30,8 @@ class PointerCommit:
     """How `CheckpointRoot` commits, finds and removes checkpoints in a key-value store."""
 
     def __init__(self, files: KvCheckpointDir) -> None:
-        self.files, self._index = files, Index(files)
+        self.files = files
+        self._index = Index(files)
 
     def prepare(self, folder: str = "") -> None:
         """Does nothing: there are no directories."""
@@ -158,7 +160,8 @@ class PointerCommit:
         # 2. the index names the checkpoint before there is one
         self._index.take(name, uuid)  # again: S3 deletes without a condition, so it may be gone
         pointer = seal({"format": 1, "uuid": uuid})
-        if replaces:  # as long as the pointer names it nobody removes what has this mark
+        # as long as the pointer names it nobody removes what has this mark
+        if replaces:
             self._mark_as_trash(name, replaces)
         # 3. the commit: a conditional put, which of several attempts one does
         if self.identity(name) != replaces or not self.files.swap(
@@ -170,7 +173,8 @@ class PointerCommit:
             self.files.remove(heartbeat(name, uuid))
             if replaces:
                 self._remove_all(name, replaces)
-        except (OSError, ValueError, RuntimeError) as error:  # it is committed
+        except (OSError, ValueError, RuntimeError) as error:
+            # it is committed
             log.warning(
                 "%s%s: what it replaced is left to be removed later: %s",
                 self.files.url,
@@ -245,7 +249,8 @@ class PointerCommit:
         if uuid in ("", "damaged"):
             return
         self.temporary(name, uuid).remove_all()
-        self.files.remove(heartbeat(name, uuid))  # of one that was killed right behind its commit
+        # of one that was killed right behind its commit
+        self.files.remove(heartbeat(name, uuid))
         WATCH.forget(self.files.url + heartbeat(name, uuid))
         for key in marks(name, uuid, "trash"):
             if key == trash(name, uuid) or self._read_mark(key) is not None:

@@ -34,11 +34,15 @@ class RenameCommit:
     """How `CheckpointRoot` commits, finds and removes checkpoints in a POSIX file system."""
 
     def __init__(self, files: PosixCheckpointDir) -> None:
-        self.files, self._fs = files, files.fs
+        self.files = files
+        self._fs = files.fs
 
     def prepare(self, folder: str = "") -> None:
         """Makes the directory, or one in it, durably: what is in it would be lost with it after a power failure."""
-        path = os.path.join(self.files.path, folder) if folder else self.files.path
+        if folder:
+            path = os.path.join(self.files.path, folder)
+        else:
+            path = self.files.path
         new_folders = self._fs.makedirs(path)
         self._fs.sync_all(os.path.dirname(new_folder) for new_folder in new_folders)
 
@@ -47,7 +51,7 @@ class RenameCommit:
         entries = self._entries()
         names = {entry for entry in entries if not entry.startswith(".")}
         # between two renames of a commit the old checkpoint still stands for its name
-        names.update(name for name, _, _ in _marked("replaced", entries))
+        names.update(name for name, _, _ in _entries_with_mark("replaced", entries))
         return sorted(names)
 
     def open(self, name: str) -> PosixCheckpointDir | None:
@@ -165,7 +169,7 @@ class RenameCommit:
 
     def _ages(self, entries: Iterable[str]) -> dict[tuple[str, str], float]:
         ages = {}
-        for name, uuid, entry in _marked("tmp", entries):
+        for name, uuid, entry in _entries_with_mark("tmp", entries):
             if is_remains(self.files.below(entry)):
                 ages[name, uuid] = self.age(name, uuid)
         return ages
@@ -193,7 +197,7 @@ class RenameCommit:
         temporary = self.temporary(name, uuid)
         self._fs.write(temporary.url + MANIFEST, manifest)
         temporary.remove(_heartbeat(uuid))
-        folders = [temporary.url + folder for folder in _folders(files)]
+        folders = [temporary.url + folder for folder in _folders_of_files(files)]
         self._fs.sync_all([temporary.url + MANIFEST, *folders])
         # 2. the old checkpoint steps aside; until 3. it is found under its other name
         self._check_free(name)
@@ -236,9 +240,8 @@ class RenameCommit:
         leftovers, ownerless = self._leftovers(stale_s)
         for name, entry in ownerless:
             if not self._exists(name):
-                with contextlib.suppress(
-                    OSError
-                ):  # another job does the same; it counts as the step anyhow
+                # another job does the same; it counts as the step anyhow
+                with contextlib.suppress(OSError):
                     self._fs.rename(self.files.url + entry, self.files.url + name)
         self._discard(entry for entry in leftovers if not _TRASH.fullmatch(entry))
         for entry in filter(_TRASH.fullmatch, leftovers):
@@ -261,7 +264,7 @@ class RenameCommit:
         ages = self._ages(entries)
         live = {attempt for attempt, age in ages.items() if age < stale_s}
         ownerless = []
-        for name, uuid, entry in _marked("replaced", entries):
+        for name, uuid, entry in _entries_with_mark("replaced", entries):
             if (name, uuid) not in live and self._is_checkpoint(entry):
                 ownerless.append((name, entry))
         stale = [f".tmp-{name}-{uuid}" for name, uuid in ages if (name, uuid) not in live]
@@ -272,7 +275,11 @@ class RenameCommit:
         return self._fs.listdir(self.files.path)
 
     def _replaced(self, name: str) -> list[str]:
-        return [entry for other, _, entry in _marked("replaced", self._entries()) if other == name]
+        return [
+            entry
+            for other, _, entry in _entries_with_mark("replaced", self._entries())
+            if other == name
+        ]
 
     def _is_checkpoint(self, entry: str) -> bool:
         try:
@@ -326,7 +333,7 @@ class RenameCommit:
             log.warning("%s is left to be removed later: %s", path, error)
 
 
-def _marked(mark: str, entries: Iterable[str]) -> list[tuple[str, str, str]]:
+def _entries_with_mark(mark: str, entries: Iterable[str]) -> list[tuple[str, str, str]]:
     """(name, uuid, entry) of each entry `.mark-name-uuid`."""
     matches = map(_MARKED.fullmatch, entries)
     return [(match[2], match[3], match[0]) for match in matches if match and match[1] == mark]
@@ -336,7 +343,7 @@ def _heartbeat(uuid: str) -> str:
     return f"{uuid}.heartbeat"
 
 
-def _folders(files: Iterable[str]) -> list[str]:
+def _folders_of_files(files: Iterable[str]) -> list[str]:
     """Every directory in which, or below which, one of the files lies."""
     folders = {""}
     for file in files:

@@ -33,6 +33,7 @@ class StepFacts:
 
 
 def _is_number(value: Any) -> bool:
+    # True is an int to Python
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -70,7 +71,8 @@ class Retention:
     keep_best_mode: str = "min"
 
     def __post_init__(self) -> None:
-        hours, mode = self.keep_hours, self.keep_best_mode
+        hours = self.keep_hours
+        mode = self.keep_best_mode
         rules = [
             (self.keep_last >= 1, f"keep_last={self.keep_last} must be at least 1"),
             (
@@ -117,7 +119,8 @@ class Retention:
 
     def _spaced(self, times: Iterable[tuple[float, int]]) -> Iterable[int]:
         """Steps at least `keep_hours` apart; `times`: (seconds, step), ascending."""
-        last = -math.inf  # so that the first step is kept
+        # so that the first step is kept
+        last = -math.inf
         for time, step in times:
             if time - last >= 3600 * (self.keep_hours or 0):
                 last = time

@@ -36,9 +36,12 @@ try:
 except ImportError:
     FAST = False
 
-THREADS = min(4, os.cpu_count() or 1)  # each holds at most one cell of scratch memory, 16 MiB
-REQUESTS = 8  # to an object store at a time: there a thread mostly waits
-_MAX_BUFFERS = 512  # of one system call (the system's limit is 1024)
+# each holds at most one cell of scratch memory, 16 MiB
+THREADS = min(4, os.cpu_count() or 1)
+# to an object store at a time: there a thread mostly waits
+REQUESTS = 8
+# of one system call (the system's limit is 1024)
+_MAX_BUFFERS = 512
 
 
 def fastest_reader(
@@ -60,9 +63,13 @@ class DirectReader:
     def __init__(
         self, directory: CheckpointDir, metadata: Mapping[str, Json], files: Files | None = None
     ) -> None:
-        self._directory, self._files = directory, files
+        self._directory = directory
+        self._files = files
         self._chunks = {key: Chunking.from_metadata(node) for key, node in metadata.items()}
-        threads = THREADS if isinstance(directory, PosixCheckpointDir) else REQUESTS
+        if isinstance(directory, PosixCheckpointDir):
+            threads = THREADS
+        else:
+            threads = REQUESTS
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="checkpoint-read")
         self._running: list[Future[None]] = []
         self._per_thread = threading.local()
@@ -85,10 +92,10 @@ class DirectReader:
     def finish(self) -> None:
         """Waits for all. Raises ValueError: the first cell that is missing or damaged."""
         # emptied first: after a failure the reader can be used again
-        running, self._running = self._running, []
-        errors = [
-            future.exception() for future in running
-        ]  # waits for every one: their memory is the caller's
+        running = self._running
+        self._running = []
+        # waits for every one: their memory is the caller's
+        errors = [future.exception() for future in running]
         for error in errors:
             if error is None:
                 continue
@@ -168,7 +175,8 @@ class _File(Protocol):
 
 class _LocalFile:
     def __init__(self, descriptor: int) -> None:
-        self._descriptor, self.size = descriptor, os.fstat(descriptor).st_size
+        self._descriptor = descriptor
+        self.size = os.fstat(descriptor).st_size
 
     def read_at(self, count: int, offset: int) -> bytes:
         return os.pread(self._descriptor, count, offset)
@@ -184,7 +192,8 @@ class _Object:
     """An object that one request brought."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self.size = memoryview(data), len(data)
+        self._data = memoryview(data)
+        self.size = len(data)
 
     def read_at(self, count: int, offset: int) -> bytes:
         return bytes(self._data[offset : offset + count])
@@ -205,7 +214,9 @@ class _ObjectParts:
     """An object of which each read is a request for a range."""
 
     def __init__(self, directory: CheckpointDir, name: str, size: int) -> None:
-        self._directory, self._name, self.size = directory, name, size
+        self._directory = directory
+        self._name = name
+        self.size = size
 
     def read_at(self, count: int, offset: int) -> bytes:
         return self._directory.read(self._name, offset, min(count, self.size - offset))
@@ -222,10 +233,16 @@ class _CellFile:
     """One file of an array that is open for reading."""
 
     def __init__(self, file: _File, chunks: Chunking) -> None:
-        self._file, self._chunks, self.size = file, chunks, file.size
+        self._file = file
+        self._chunks = chunks
+        self.size = file.size
         self._index = b""
-        self._offsets = {0: 0} if chunks.inner is None else self._read_index()
-        self._crcs: dict[int, bytes] = {}  # offset of an inner chunk that was read -> its checksum
+        if chunks.inner is None:
+            self._offsets = {0: 0}
+        else:
+            self._offsets = self._read_index()
+        # offset of an inner chunk that was read -> its checksum
+        self._crcs: dict[int, bytes] = {}
 
     def _read_index(self) -> dict[int, int]:
         """Number of an inner chunk -> where it begins in the file."""
@@ -236,9 +253,8 @@ class _CellFile:
         data = np.frombuffer(self._index, np.uint8)
         _verify(data[:-CRC_BYTES], self._index[-CRC_BYTES:], "its index")
         entries = data[:-CRC_BYTES].view("<u8").reshape(-1, 2).tolist()
-        stored_bytes = (
-            self._chunks.unit_bytes + CRC_BYTES
-        )  # entries of another length lie outside of the array
+        # entries of another length lie outside of the array
+        stored_bytes = self._chunks.unit_bytes + CRC_BYTES
         return {
             number: offset
             for number, (offset, chunk_bytes) in enumerate(entries)
@@ -258,7 +274,8 @@ class _CellFile:
 
     def read(self, box: Box, into: np.ndarray, scratch: Callable[[int], np.ndarray]) -> None:
         """Every inner chunk that `box` touches: straight to its target if that is contiguous, else via scratch."""
-        direct, indirect = [], []
+        direct = []
+        indirect = []
         unit_bytes = self._chunks.unit_bytes
         for number, unit_box in self._units(box):
             overlap = intersect(unit_box, box)
@@ -314,7 +331,8 @@ class _CellFile:
 
 
 def _view(array: np.ndarray, box: Box) -> np.ndarray:
-    index: Any = (*slices(box), ...)  # the dots: a view even of an array without dims
+    # the dots: a view even of an array without dims
+    index: Any = (*slices(box), ...)
     view: np.ndarray = array[index]
     return view
 

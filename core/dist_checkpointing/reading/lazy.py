@@ -69,13 +69,15 @@ def read_in_order(parts: Sequence[tuple[LazyTensor, int | None]]) -> Iterator[Te
     """
     if not parts:
         return
-    stored, requests = parts[0][0]._stored, []
+    stored = parts[0][0]._stored
+    requests = []
     for tensor, layer in parts:
         box = whole(stored.shape(tensor._path))
         requests.append((tensor._path, box if layer is None else ((layer, layer + 1), *box[1:])))
     arrays = stream(stored, requests, reuse_memory=True)
     for part in parts:
-        yield _as_tensor(next(arrays), *part)  # nothing here holds it while the next one is read
+        # nothing here holds it while the next one is read
+        yield _as_tensor(next(arrays), *part)
     for _ in arrays:
         raise AssertionError("more was read than asked for")
 

@@ -90,19 +90,13 @@ def load(
             f"strict={strict!r} is unknown: True refuses what does not fit, 'report' tells it beside the state, "
             "False ignores it (Megatron's assume_ok_unexpected, return_all, ignore_all)"
         )
-    ps = ps if ps is not None else default_state()
+    if ps is None:
+        ps = default_state()
     key_mapping = KeyMapping(mapping, cast=cast)
 
-    # open the checkpoint: on all ranks or on none, a rank that fails tells the others
-    opened: list[_OpenedLoad] = []
-
-    def begin() -> None:
-        stored = open_stored(checkpoint_dir, sizes=verify and ps.rank == 0)
-        opened.append(_OpenedLoad.begin(sharded_state_dict, stored, key_mapping))
-
-    agree(problem_of(begin), ps)
-    (this_load,) = opened
-    stored, local = this_load.stored, this_load.local
+    this_load = _open_on_all(sharded_state_dict, checkpoint_dir, key_mapping, ps, verify=verify)
+    stored = this_load.stored
+    local = this_load.local
 
     # compare: all ranks see the same report
     report = _compare(local, stored, ps, key_mapping)
@@ -122,6 +116,27 @@ def load(
     if strict == "report":
         return (state, report)
     return state
+
+
+def _open_on_all(
+    sharded_state_dict: Any,
+    checkpoint_dir: str | Path,
+    key_mapping: KeyMapping,
+    ps: ParallelState,
+    *,
+    verify: bool,
+) -> "_OpenedLoad":
+    """The checkpoint opened on all ranks, or an error on all: a rank that fails tells the others. Collective."""
+    opened: list[_OpenedLoad] = []
+
+    def begin() -> None:
+        # one rank asks for the sizes of all files: a store would otherwise be asked by every rank
+        stored = open_stored(checkpoint_dir, sizes=verify and ps.rank == 0)
+        opened.append(_OpenedLoad.begin(sharded_state_dict, stored, key_mapping))
+
+    agree(problem_of(begin), ps)
+    (this_load,) = opened
+    return this_load
 
 
 @dataclass(frozen=True)
@@ -251,6 +266,7 @@ def _compare(
 
 def _unexpected(requested: set[str], stored: StoredCheckpoint) -> tuple[str, ...]:
     """What the checkpoint has, in the groups that are requested, and no rank asks for."""
+    # who loads a model alone is not told of the optimizer that lies beside it
     groups = {_group(key) for key in requested if "/" in key}
     used = set(requested)
     for key in requested:

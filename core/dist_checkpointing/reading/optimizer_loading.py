@@ -40,12 +40,10 @@ class OptimizerLoad:
         stored: StoredCheckpoint,
         key_mapping: KeyMapping,
     ) -> None:
-        self._path, self._optimizer, self._stored, self._key_mapping = (
-            path,
-            optimizer,
-            stored,
-            key_mapping,
-        )
+        self._path = path
+        self._optimizer = optimizer
+        self._stored = stored
+        self._key_mapping = key_mapping
         self._parameters = list(parameters(path, optimizer, state))
         self._kinds = self._possible_kinds()
         # parameter -> kind -> the memory that is filled, or the object whose value is set
@@ -94,7 +92,8 @@ class OptimizerLoad:
     def _add_states(self, parameter: Parameter) -> None:
         states = self._states[parameter.tensor] = {}
         for kind in self._kinds:
-            key, value = f"{self._path}/{kind}/{parameter.key}", self._object(kind, parameter)
+            key = f"{self._path}/{kind}/{parameter.key}"
+            value = self._object(kind, parameter)
             # an array, a value of its own per parameter, or nothing: then the optimizer starts without this state
             source = self._key_mapping.source(key)
             if set(paths(source)) <= self._stored.metadata.keys():
@@ -134,7 +133,8 @@ class OptimizerLoad:
 
     def check(self, values: Mapping[str, Any]) -> None:
         """Raises ValueError: options that are not those of the groups here."""
-        first: dict[int, tuple[str, Any]] = {}  # group -> name and options of its first parameter
+        # group -> name and options of its first parameter
+        first: dict[int, tuple[str, Any]] = {}
         for parameter in self._parameters:
             key = self._object(GROUPS, parameter).key
             if key not in values:
@@ -165,9 +165,8 @@ class OptimizerLoad:
             loaded: dict[str, Any] = {}
             for kind, state in states.items():
                 loaded[kind] = values.get(state.key) if isinstance(state, ShardedObject) else state
-            optimizer_state.pop(
-                tensor, None
-            )  # what the checkpoint does not have must not stay from before
+            # what the checkpoint does not have must not stay from before
+            optimizer_state.pop(tensor, None)
             if loaded:
                 optimizer_state[tensor] = loaded
         for parameter in self._parameters:
@@ -181,9 +180,8 @@ class OptimizerLoads:
     def __init__(self, state: Any, stored: StoredCheckpoint, key_mapping: KeyMapping) -> None:
         self._original = state
         self._loads: dict[str, OptimizerLoad] = {}
-        self._core_states: dict[
-            str, Any
-        ] = {}  # of optimizers of `core.optimizer`, which lay out states themselves
+        # of optimizers of `core.optimizer`, which lay out states themselves
+        self._core_states: dict[str, Any] = {}
 
         def template_of(path: str, optimizer: Any) -> Any:
             if is_ours(optimizer):

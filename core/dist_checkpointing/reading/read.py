@@ -15,9 +15,8 @@ from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, volume
 
 BUDGET = 64 << 20  # bytes in flight, and bytes staged
-Target = tuple[
-    Box, Tensor
-]  # a box of the full array, and the memory of exactly that shape that it goes to
+# a box of the full array, and the memory of exactly that shape that it goes to
+Target = tuple[Box, Tensor]
 
 
 @dataclass
@@ -95,7 +94,8 @@ def by_cell(
     stored: StoredCheckpoint, key: str, targets: Sequence[Target]
 ) -> dict[Index, list[Target]]:
     """index -> the targets cut to that cell."""
-    shape, cell_shape = stored.shape(key), stored.cell(key)
+    shape = stored.shape(key)
+    cell_shape = stored.cell(key)
     targets_by_cell: dict[Index, list[Target]] = {}
     for box, target in targets:
         for index, cell in cells(shape, cell_shape, box):
@@ -113,11 +113,11 @@ def _reads_of_cell(targets: list[Target], dtype: torch.dtype) -> list[Target | S
     """
     # several targets: read what they span at once, if it is little more than they need
     if len(targets) > 1:
-        intervals_by_dim = zip(*(box for box, _ in targets), strict=True)
-        bounds: Box = tuple(
-            (min(start for start, _ in intervals), max(stop for _, stop in intervals))
-            for intervals in intervals_by_dim
-        )
+        spans = []
+        for intervals in zip(*(box for box, _ in targets), strict=True):
+            starts, stops = zip(*intervals, strict=True)
+            spans.append((min(starts), max(stops)))
+        bounds: Box = tuple(spans)
         if volume(bounds) <= 2 * sum(volume(box) for box, _ in targets):
             return [stage(bounds, dtype, targets)]
     # else one by one; another dtype, or another device, needs memory beside the target

@@ -34,7 +34,8 @@ from core.parallel_state import ParallelState
 from core.parallel_state.flat import Box, intersect, relative, slices
 
 Requests = Mapping[str, Sequence[Target]]
-CellTargets = Mapping[str, Mapping[Index, list[Target]]]  # key -> cell -> this rank's targets in it
+# key -> cell -> this rank's targets in it
+CellTargets = Mapping[str, Mapping[Index, list[Target]]]
 
 
 def read_once(
@@ -53,11 +54,13 @@ def read_once(
     requests_by_rank = [from_json(message) for message in messages]
     keys: set[str] = set().union(*requests_by_rank)
     chunks = {key: Chunking.from_metadata(stored.metadata[key]) for key in keys}
+    # all ranks plan from the same requests, so no plan is sent
     plan = plan_reads(chunks, requests_by_rank, ps.rank)
     cell_targets = {key: by_cell(stored, key, requested[key]) for key in plan.shared}
     problem = _ReadRounds(stored, plan, cell_targets, ps, verify).run()
     if problem is not None:
         raise problem
+    # no rank waits for another any more
     read(stored, _unshared(plan, requested, cell_targets), verify=verify)
 
 
@@ -99,7 +102,10 @@ class _ReadRounds:
         ps: ParallelState,
         verify: bool,
     ) -> None:
-        self._stored, self._plan, self._cell_targets, self._ps = stored, plan, cell_targets, ps
+        self._stored = stored
+        self._plan = plan
+        self._cell_targets = cell_targets
+        self._ps = ps
         self._arrays = {key: stored.info(key) for key in plan.shared}
         files = stored.manifest.files if verify else None
         self._reader = fastest_reader(stored.directory, stored.metadata, files, budget_bytes=BUDGET)
@@ -111,10 +117,12 @@ class _ReadRounds:
         A rank that cannot read goes on to exchange, so that nobody waits for it (a deadlock): what it sends then is
         undefined, and in the end all ranks raise.
         """
-        problem, reading = None, list[tuple[str, Staged]]()
+        problem = None
+        reading = list[tuple[str, Staged]]()
         # one round more than there are: while round n - 1 is exchanged, round n is being read (prefetch)
         for number in range(self._plan.count + 1):
-            finished, reading = reading, self._staged_for(number)
+            finished = reading
+            reading = self._staged_for(number)
             if problem is None:
                 problem = problem_of(partial(self._finish_and_start, finished, reading))
             if number:
@@ -126,7 +134,8 @@ class _ReadRounds:
         staged = []
         for shared_read in self._plan.rounds.get(number, []):
             if shared_read.reader == self._ps.rank:
-                key, box = shared_read.key, shared_read.box
+                key = shared_read.key
+                box = shared_read.box
                 dtype = torch_dtype(self._arrays[key].dtype)
                 targets = _targets_inside(self._cell_targets[key][shared_read.cell], box)
                 staged.append((key, stage(box, dtype, targets)))
@@ -152,6 +161,7 @@ class _ReadRounds:
             transfers += self._transfers(shared_read)
         shards = shards_as_bits(self._arrays, staged_by_key)
         ps = self._ps
+        # in one order on all ranks, so that what is sent meets what is received
         for transfer, bits in exchange(
             sorted(transfers), self._arrays, shards, ps.rank, ps.world, ps.device
         ):

@@ -132,7 +132,8 @@ class CellChecker:
     """Checks cells against the sizes and digests of the manifest; made by `StoredCheckpoint.checker`."""
 
     def __init__(self, stored: StoredCheckpoint, pool: ThreadPoolExecutor | None) -> None:
-        self._stored, self._pool = stored, pool
+        self._stored = stored
+        self._pool = pool
         self._running: list[Future[None]] = []
 
     def add(self, key: str, index: Index) -> None:
@@ -141,7 +142,8 @@ class CellChecker:
             self._running.append(self._pool.submit(self._check, key, index))
 
     def _check(self, key: str, index: Index) -> None:
-        name, stored = f"{key}/{cell_name(index)}", self._stored
+        name = f"{key}/{cell_name(index)}"
+        stored = self._stored
         url = f"{stored.directory.url}{name}"
         expected = stored.manifest.files.get(name)
         if expected is None:

@@ -13,21 +13,23 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.storage.zarr_store import Reader
 from core.parallel_state.flat import Box, extent, volume
 
-ALIGN = 64  # bytes: where an array begins in memory that is used again
+# bytes: where an array begins in memory that is used again
+ALIGN = 64
 BATCH_BYTES = 8 << 20  # read at a time, while as many are used
-BUDGET = (
-    64 << 20
-)  # bytes in flight, of a reader that has a budget; a batch that is larger is not read ahead
+# bytes in flight, of a reader that has a budget; a batch that is larger is not read ahead
+BUDGET = 64 << 20
 
 AnyReader = Reader | DirectReader
-BoxRequests = Iterable[tuple[str, Box]]  # key of an array, box of it
+# key of an array, box of it
+BoxRequests = Iterable[tuple[str, Box]]
 
 
 class _Memory:
     """Memory of one batch, used again for the next: pages of new memory cost more than what is read into them."""
 
     def __init__(self, *, again: bool) -> None:
-        self._again, self._bytes = again, np.empty(0, np.uint8)
+        self._again = again
+        self._bytes = np.empty(0, np.uint8)
 
     def arrays(self, shapes: Sequence[tuple[Box, str]]) -> deque[np.ndarray]:
         """One array for each box and stored dtype; of an earlier call's nothing is kept."""
@@ -71,7 +73,8 @@ def stream(
                 previous is not None
                 and sum(_nbytes(stored, key, box) for key, box in batch) > BUDGET
             ):
-                yield from _finished(*previous)  # so that memory holds one large array, not two
+                # so that memory holds one large array, not two
+                yield from _finished(*previous)
                 previous = None
             arrays = memory.arrays([(box, stored.metadata[key]["data_type"]) for key, box in batch])
             for (key, box), array in zip(batch, arrays, strict=True):
@@ -97,13 +100,15 @@ def _finished(reader: AnyReader, arrays: deque[np.ndarray]) -> Iterator[np.ndarr
 
 
 def _batches(stored: StoredCheckpoint, requests: BoxRequests) -> Iterator[list[tuple[str, Box]]]:
-    batch, size = [], 0
+    batch = []
+    size = 0
     for key, box in requests:
         batch.append((key, box))
         size += _nbytes(stored, key, box)
         if size >= BATCH_BYTES:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch
 

@@ -114,9 +114,8 @@ def paths(source: TensorSource) -> list[str]:
 
 
 def _sources(concat: Concat) -> list[TensorSource]:
-    return [
-        source for source in concat.sources if not isinstance(source, str)
-    ]  # `KeyMapping` left no plain keys
+    # `KeyMapping` left no plain keys
+    return [source for source in concat.sources if not isinstance(source, str)]
 
 
 def assemble(source: TensorSource, stored: StoredCheckpoint) -> Assembly:
@@ -129,7 +128,10 @@ def assemble(source: TensorSource, stored: StoredCheckpoint) -> Assembly:
         raise MissingArray(f"{source.key} is not in the checkpoint")
     shape = stored.shape(stored_path)
     try:
-        view = shape if source.shape is None else resolved_shape(tuple(source.shape), shape)
+        if source.shape is None:
+            view = shape
+        else:
+            view = resolved_shape(tuple(source.shape), shape)
         dims = tuple(index_dims(source.index, view))
         if any(start >= stop for start, stop, _ in dims):
             raise ValueError(f"{list(source.index)} takes nothing of {view}")
@@ -198,5 +200,6 @@ def index_dims(index: tuple[Any, ...], shape: Shape) -> list[tuple[int, int, boo
             raise IndexError(
                 f"{position} is out of range for a dim of {size} of shape {list(shape)}"
             )
+        # -1 is the last
         dims.append((position % size, position % size + 1, True))
     return dims

@@ -103,7 +103,10 @@ def _add_leaf(local: LocalState, key: str, leaf: Any) -> None:
         _add_shard(local, leaf)
         return
     # everything else is a value: a number, a text, a list without tensors
-    item = leaf if isinstance(leaf, ShardedObject) else ShardedObject(key, leaf)
+    if isinstance(leaf, ShardedObject):
+        item = leaf
+    else:
+        item = ShardedObject(key, leaf)
     check_key(item.key)
     value = _encoded(item)
     if local.objects.setdefault(item.key, value) != value:
@@ -144,7 +147,8 @@ def _add_shard(local: LocalState, shard: ShardedTensor) -> None:
     shards = local.shards.setdefault(path, [])
     if volume(shard.box):
         shards.append(shard)
-    elif not shards:  # a rank may hold padding only: then it holds nothing of this array
+    elif not shards:
+        # a rank may hold padding only: then it holds nothing of this array
         local.shards.pop(path)
 
 
@@ -164,7 +168,8 @@ def _encoded(item: ShardedObject) -> Any:
     # as it will read back: ranks compare what is stored, not what they hold
     try:
         return json.loads(json.dumps(encode(item.data), allow_nan=False))
-    except Exception as error:  # a registered function may raise anything
+    except Exception as error:
+        # a registered function may raise anything
         raise ValueError(
             f"{item.key}: {error}; give numbers, texts, bytes, lists, tuples, dicts, numpy's values or tensors, or "
             f"call dist_checkpointing.register({type(item.data).__name__}, to_json, from_json)"
@@ -188,7 +193,8 @@ def _without_keys(by_key: Mapping[str, T], keys: Sequence[str] | set[str]) -> di
     return {key: value for key, value in by_key.items() if key not in keys}
 
 
-LocalCatalog = dict[str, Any]  # one rank's arrays and boxes as a message, see `to_json`
+# one rank's arrays and boxes as a message, see `to_json`
+LocalCatalog = dict[str, Any]
 
 
 def to_json(arrays: Arrays, holdings: Holdings) -> LocalCatalog:
@@ -240,7 +246,8 @@ def merge_catalogs(catalogs: Sequence[LocalCatalog]) -> Catalog:
     """
     # a rank that lists no array of a stage has no shard of it; together all arrays are known
     arrays: dict[str, ArrayInfo] = {}
-    first_rank: dict[str, int] = {}  # key -> the first rank that has it, for the message
+    # key -> the first rank that has it, for the message
+    first_rank: dict[str, int] = {}
     holdings: list[Holdings] = []
     checked = None
     for rank, local in enumerate(catalogs):
@@ -258,10 +265,12 @@ def merge_catalogs(catalogs: Sequence[LocalCatalog]) -> Catalog:
     return Catalog(arrays, holdings)
 
 
-def _check_same_info(key: str, first: ArrayInfo, info: ArrayInfo, ranks: tuple[int, int]) -> None:
-    if first != info:
+def _check_same_info(
+    key: str, first: ArrayInfo, array_info: ArrayInfo, ranks: tuple[int, int]
+) -> None:
+    if first != array_info:
         raise ValueError(
-            f"{key} is {first} on rank {ranks[0]} and {info} on rank {ranks[1]}; build the same model on all "
+            f"{key} is {first} on rank {ranks[0]} and {array_info} on rank {ranks[1]}; build the same model on all "
             "ranks, and give foreign pipeline stages as {stage: module}"
         )
 
@@ -278,7 +287,8 @@ def _check_nesting(arrays: Mapping[str, ArrayInfo]) -> None:
 
 def check_replicated(checksums_by_rank: Sequence[Mapping[str, int]]) -> None:
     """Raises ValueError: a plain tensor that is not the same on two ranks that have it."""
-    first: dict[str, tuple[int, int]] = {}  # key -> (rank, checksum) of the first rank that has it
+    # key -> (rank, checksum) of the first rank that has it
+    first: dict[str, tuple[int, int]] = {}
     for rank, checksums in enumerate(checksums_by_rank):
         for key, checksum in checksums.items():
             first_rank, first_checksum = first.setdefault(key, (rank, checksum))

@@ -17,9 +17,12 @@ from core.dist_checkpointing.state.mapping import ShardedTensor
 from core.parallel_state.environment import reading_waits
 from core.parallel_state.flat import Box, intersect, relative, slices, volume
 
-MODEL, MAIN = "model/", "optimizer/main/"
-COMPARED_ELEMENTS = 1 << 20  # at a time, so that the rounded copy stays in cache
-COMPARED_ON_DEVICE = 1 << 25  # few kernels, and 100 MiB beside them
+MODEL = "model/"
+MAIN = "optimizer/main/"
+# at a time, so that the rounded copy stays in cache
+COMPARED_ELEMENTS = 1 << 20
+# few kernels, and 100 MiB beside them
+COMPARED_ON_DEVICE = 1 << 25
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -91,13 +94,15 @@ def _rounds_to(main: Tensor, weight: Tensor) -> Iterator[bool | Tensor]:
     ):
         return  # one tensor is both
     if not (main.is_contiguous() and weight.is_contiguous()):
-        main, weight = main.contiguous(), weight.contiguous()
+        main = main.contiguous()
+        weight = weight.contiguous()
     reading = reading_waits(weight.device)
     size = COMPARED_ON_DEVICE if reading else COMPARED_ELEMENTS
     for main_block, weight_block in zip(
         main.view(-1).split(size), weight.view(-1).split(size), strict=True
     ):
-        rounded, bits = _bits(main_block.to(weight_block)), _bits(weight_block)
+        rounded = _bits(main_block.to(weight_block))
+        bits = _bits(weight_block)
         yield (rounded == bits).all() if reading else torch.equal(rounded, bits)
 
 

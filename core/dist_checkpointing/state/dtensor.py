@@ -12,9 +12,8 @@ from typing import Any
 from core.dist_checkpointing.state.mapping import ShardedTensor
 from core.parallel_state.flat import slices
 
-Intervals = list[
-    tuple[int, int]
-]  # of one dim of the full tensor, in the order in which they lie in memory
+# of one dim of the full tensor, in the order in which they lie in memory
+Intervals = list[tuple[int, int]]
 
 
 def mesh_size(tensor: Any) -> int:
@@ -31,7 +30,8 @@ def local_shards(sharded: ShardedTensor) -> list[ShardedTensor]:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:
         return []
-    local, axes = tensor.detach().to_local(), sharded.prepend_axis_num
+    local = tensor.detach().to_local()
+    axes = sharded.prepend_axis_num
     try:
         intervals_by_dim = local_intervals(
             tuple(tensor.shape), tensor.placements, tensor.device_mesh.shape, coordinate
@@ -47,11 +47,13 @@ def local_shards(sharded: ShardedTensor) -> list[ShardedTensor]:
             f"{list(local.shape)} is here; make it with distribute_tensor, or give from_local its whole shape"
         )
     # several intervals of a dim make several boxes: every combination is one shard
-    stack_offset, tensor_offset = sharded.global_offset[:axes], sharded.global_offset[axes:]
+    stack_offset = sharded.global_offset[:axes]
+    tensor_offset = sharded.global_offset[axes:]
     true_shape = sharded.global_shape[axes:]
     shards = []
     for local_box in product(*map(_local_and_global, intervals_by_dim)):
-        offset, inside = [], []
+        offset = []
+        inside = []
         for ((start, stop), global_start), origin, size in zip(
             local_box, tensor_offset, true_shape, strict=True
         ):
@@ -114,7 +116,8 @@ def _chunked(intervals: Intervals, count: int) -> list[Intervals]:
 
 def _cut(intervals: Intervals, start: int, stop: int) -> Intervals:
     """The elements from `start` to `stop`, counted along the intervals."""
-    inside, counted = [], 0
+    inside = []
+    counted = 0
     for interval_start, interval_stop in intervals:
         first = max(interval_start, interval_start + start - counted)
         last = min(interval_stop, interval_start + stop - counted)

@@ -39,7 +39,8 @@ def register(
     default its qualified name without the module's, which may move). Registering again replaces the functions.
     Raises ValueError: a name that another type has.
     """
-    name = kind.__qualname__ if name is None else name
+    if name is None:
+        name = kind.__qualname__
     owner = kind
     for registered_type, handler in _BY_TYPE.items():
         if handler.name == name:
@@ -49,7 +50,8 @@ def register(
         raise ValueError(
             f"register({kind!r}): {owner!r} is called {name!r} in checkpoints; give name=..."
         )
-    _BY_TYPE.pop(owner, None)  # a module that was loaded again has a new type of the same name
+    # a module that was loaded again has a new type of the same name
+    _BY_TYPE.pop(owner, None)
     _BY_TYPE[kind] = _BY_NAME[name] = _Handler(name, to_json, from_json)
 
 
@@ -89,7 +91,8 @@ def decode(value: Any) -> Any:
         return value
     if TYPE not in value:
         return {key: decode(item) for key, item in value.items()}
-    name, content = value[TYPE], decode(value.get("value"))
+    name = value[TYPE]
+    content = decode(value.get("value"))
     if not isinstance(name, str) or (name not in _BY_NAME and name not in _RESERVED):
         raise ValueError(
             f"it is of type {name!r}, which is unknown here: call dist_checkpointing.register(type, to_json, "
@@ -113,7 +116,8 @@ def tagged(value: Any) -> bool:
 def _number(scalar: np.generic) -> Any:
     """A Python number of the same value. Raises TypeError: Python has none, as of a longdouble."""
     number = scalar.item()
-    is_own_item = isinstance(number, np.generic)  # numpy gives a longdouble back as itself
+    # numpy gives a longdouble back as itself
+    is_own_item = isinstance(number, np.generic)
     if scalar.dtype.kind not in "biufc" or is_own_item:
         raise TypeError(f"numpy.{scalar.dtype.name} cannot be saved")
     return number

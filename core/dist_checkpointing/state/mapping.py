@@ -32,7 +32,8 @@ from core.parallel_state.modules import (
     named_stacks,
 )
 
-Stacks = Mapping[str, int | Stack]  # name of a list of layers -> what the full model has of them
+# name of a list of layers -> what the full model has of them
+Stacks = Mapping[str, int | Stack]
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,9 +65,8 @@ class ShardedTensor:
     def __post_init__(self) -> None:
         dims = self.prepend_axis_num + self.data.dim()
         inside = True
-        if not is_dtensor(
-            self.data
-        ):  # it may have padded rows at its end, which cannot be cut off from outside
+        # it may have padded rows at its end, which cannot be cut off from outside
+        if not is_dtensor(self.data):
             intervals = zip(self.box, self.global_shape, strict=False)
             inside = all(start >= 0 and stop <= size for (start, stop), size in intervals)
         if not len(self.global_shape) == len(self.global_offset) == dims or not inside:
@@ -188,7 +188,8 @@ def stacked_key(name: str, stacks: Stacks) -> tuple[str, int | None, str]:
 
 def refuse_freed(name: str, tensor: Tensor) -> None:
     """Raise ValueError for a tensor whose memory is given back, as ZeRO-3 does between uses."""
-    allocated, needed = tensor.untyped_storage().nbytes(), tensor.numel() * tensor.itemsize
+    allocated = tensor.untyped_storage().nbytes()
+    needed = tensor.numel() * tensor.itemsize
     if allocated < needed:
         raise ValueError(
             f"{name} has {allocated} bytes of memory for {needed}: it is sharded (ZeRO-3); "
@@ -204,7 +205,9 @@ class Mapper:
     """
 
     def __init__(self, ps: ParallelState, stacks: Stacks, by_layer: Collection[str] = ()) -> None:
-        self._coordinate, self._sizes, self._by_layer = ps.coordinate, ps.sizes, by_layer
+        self._coordinate = ps.coordinate
+        self._sizes = ps.sizes
+        self._by_layer = by_layer
         self._stacks = {name: Stack.of(layers) for name, layers in stacks.items()}
 
     def parameter(self, group: str, name: str, tensor: Tensor, layout: Layout) -> ShardedTensor:
@@ -214,7 +217,8 @@ class Mapper:
         """
         refuse_freed(name, tensor)
         data = tensor.detach()
-        if not is_dtensor(data):  # whose padding is cut when its local shards are made
+        # whose padding is cut when its local shards are made
+        if not is_dtensor(data):
             data = true_part(data, layout, self._coordinate, self._sizes)
         return self.sharded_tensor(
             group, name, layout, data, self._local_box(layout), tensor.detach()
@@ -260,11 +264,15 @@ class Mapper:
         depth = 0
         if layer is not None:
             numbers = self._stacks[stack].having(key[len(stack) + 1 :], layer)
-            stack_shape, stack_offset = (len(numbers),), (numbers.index(layer),)
+            stack_shape = (len(numbers),)
+            stack_offset = (numbers.index(layer),)
             if len(numbers) < self._stacks[stack].layers:
                 some_layers, depth = numbers, self._stacks[stack].layers
         # the grid of cells follows the tensor-parallel cut, or else the first cut of any axis
-        axis = "tp" if "tp" in layout.split else next(iter(layout.split), "tp")
+        if "tp" in layout.split:
+            axis = "tp"
+        else:
+            axis = next(iter(layout.split), "tp")
         tp_dim = layout.split.get(axis)
         if tp_dim is not None:
             tp_dim += len(stack_shape)

@@ -34,7 +34,10 @@ class Concat:
     dim: int = 0
 
     def __post_init__(self) -> None:
-        sources = self.sources if isinstance(self.sources, (list, tuple)) else ()
+        if isinstance(self.sources, (list, tuple)):
+            sources = self.sources
+        else:
+            sources = ()
         if not sources or not all(isinstance(source, (str, Source, Concat)) for source in sources):
             raise ValueError(
                 f"Concat of {self.sources!r}: give a list of keys of the checkpoint, or of Sources"
@@ -51,10 +54,10 @@ class KeyMapping:
     """From keys of a state to what is read from the checkpoint; `cast`: of all that have no `Source` of their own."""
 
     def __init__(self, mapping: Renames | None = None, *, cast: bool = False) -> None:
-        self._mapping, self._cast = mapping, cast
-        self._sources: dict[
-            str, TensorSource
-        ] = {}  # what a user's function gave, which is called once per key
+        self._mapping = mapping
+        self._cast = cast
+        # what a user's function gave, which is called once per key
+        self._sources: dict[str, TensorSource] = {}
 
     @property
     def same(self) -> bool:

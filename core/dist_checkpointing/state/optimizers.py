@@ -32,9 +32,13 @@ class Parameter:
     @property
     def name(self) -> str:
         """Its own name, also where it is one layer of a stack: `decoder.layers.3.norm.weight`."""
-        stack, rows = self.leaf.stack, self.leaf.global_offset[: self.leaf.prepend_axis_num]
+        stack = self.leaf.stack
+        rows = self.leaf.global_offset[: self.leaf.prepend_axis_num]
         if stack and self.key.startswith(f"{stack}."):
-            number = self.leaf.layers[rows[0]] if self.leaf.layers else rows[0]
+            if self.leaf.layers:
+                number = self.leaf.layers[rows[0]]
+            else:
+                number = rows[0]
             return f"{stack}.{number}{self.key[len(stack) :]}"
         return ".".join([self.key, *map(str, rows)])
 
@@ -54,12 +58,14 @@ class Parameter:
         Replicated ones are compared across ranks under the path of their names, which is `key`.
         Raises ValueError: another shape than that of a parameter of which only a shard is here.
         """
-        leaf, axes = self.leaf, self.leaf.prepend_axis_num
+        leaf = self.leaf
+        axes = self.leaf.prepend_axis_num
         # moments have the parameter's shape and lie as it does
         if value.shape == self.tensor.shape:
             if self.replicated:
                 return value
-            if not is_dtensor(value):  # without the padded rows of a vocabulary
+            # without the padded rows of a vocabulary
+            if not is_dtensor(value):
                 value = value[tuple(slice(0, size) for size in leaf.data.shape)]
             return replace(leaf, key=key, data=value, local=None)
         # a step count has no dims; factored moments can be saved only where each rank holds the full parameter

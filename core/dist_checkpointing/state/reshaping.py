@@ -13,12 +13,14 @@ from torch import Tensor
 from core.parallel_state.flat import Box, extent, flat_boxes, relative, slices
 
 Shape = tuple[int, ...]
-Spans = list[tuple[int, int]]  # of each dim, which of the finer dims it is made of, as [first, end)
+# of each dim, which of the finer dims it is made of, as [first, end)
+Spans = list[tuple[int, int]]
 
 
 def resolved_shape(requested: Shape, shape: Shape) -> Shape:
     """`requested` with its -1 replaced. Raises ValueError: another number of elements, or it cuts across dims."""
-    known_elements = -prod(requested)  # positive where exactly one dim is -1
+    # positive where exactly one dim is -1
+    known_elements = -prod(requested)
     resolved = requested
     if known_elements > 0:
         inferred = prod(shape) // known_elements
@@ -31,9 +33,8 @@ def resolved_shape(requested: Shape, shape: Shape) -> Shape:
         raise ValueError(
             f"{shape} has {prod(shape)} elements, {requested} has {abs(prod(resolved))}; give another shape"
         )
-    _finer_dims(
-        _without_ones(shape), _without_ones(resolved)
-    )  # raises where dims would be cut across
+    # raises where dims would be cut across
+    _finer_dims(_without_ones(shape), _without_ones(resolved))
     return resolved
 
 
@@ -129,7 +130,8 @@ def _walked_dims(sizes: list[int], box: Box, strides: tuple[int, ...]) -> int:
     """How many of the finer dims of one dim are walked through, so that the rest is one interval, in memory too."""
     lengths = extent(box)
     for dim in range(len(sizes) - 1, 0, -1):
-        rows, row_length = lengths[dim - 1], lengths[dim]
+        rows = lengths[dim - 1]
+        row_length = lengths[dim]
         if rows == 1:
             continue
         partial_rows = any(

@@ -63,13 +63,17 @@ def root_and_name(path_or_url: str | os.PathLike[str]) -> tuple[str, str]:
     address = parse_address(path_or_url)
     location, _ = split_options(address)
     options = address[len(location) :]
-    if os.path.islink(location):  # a link to a checkpoint, or to where one shall be
+    # a link to a checkpoint, or to where one shall be
+    if os.path.islink(location):
         location = os.path.realpath(location)
         if os.path.islink(location):
             raise ValueError(f"{location} is a link to itself; remove it, or choose another name")
     root, _, name = location.rpartition("/")
     # `runs/.` would name the directory itself, which `parse_address` has already resolved
-    last_typed = name if options else os.fspath(path_or_url).rstrip("/").rpartition("/")[2]
+    if options:
+        last_typed = name
+    else:
+        last_typed = os.fspath(path_or_url).rstrip("/").rpartition("/")[2]
     if not name or root.endswith(":/") or last_typed in (".", ".."):
         raise ValueError(
             f"{os.fspath(path_or_url)!r} names no checkpoint; give a directory that is to be made"
@@ -84,7 +88,8 @@ def check_name(name: str, *, local: bool) -> None:
         valid = name.isprintable() and not name.startswith(".") and {"/", "\\"}.isdisjoint(name)
         allowed = "what can be printed, without / and \\"
     else:
-        valid, allowed = _STORE_NAME.fullmatch(name) is not None, "letters, digits, _.=+-"
+        valid = _STORE_NAME.fullmatch(name) is not None
+        allowed = "letters, digits, _.=+-"
     if not valid or name in ("", "tags"):
         raise ValueError(
             f"{name!r} is no name of a checkpoint: {allowed}, but no dot in front, not `tags`"
@@ -108,7 +113,10 @@ def _absolute_path(text: str) -> str:
             f"as str, {first}//{rest}, or './{text}' for a directory of that name"
         )
     # `a/../b` is not `b` where `a` is a link: then links are followed first
-    absolute = os.path.realpath(text) if ".." in text.split("/") else os.path.abspath(text)
+    if ".." in text.split("/"):
+        absolute = os.path.realpath(text)
+    else:
+        absolute = os.path.abspath(text)
     return "/" + absolute.lstrip("/")
 
 
@@ -137,7 +145,8 @@ def _checked_options(url: str, scheme: str, query: str) -> str:
     Raises ValueError, which shows no value, for it may be a key: an option that is unknown, empty, given twice or of
     a wrong kind.
     """
-    known_names, pairs = OPTIONS[scheme], parse_qsl(query, keep_blank_values=True)
+    known_names = OPTIONS[scheme]
+    pairs = parse_qsl(query, keep_blank_values=True)
     names = [name for name, _ in pairs]
     # a misspelt option would else be ignored, and the data go to another server
     if unknown := [name for name in names if name not in known_names]:

@@ -17,10 +17,8 @@ from core.dist_checkpointing.storage.context import CONTEXT
 from core.dist_checkpointing.storage.fs import Fs, check_regular
 from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 
-_SECRET = {
-    "aws_credentials",
-    "gcs_user_project",
-}  # entries of a specification that an open store does not show
+# entries of a specification that an open store does not show
+_SECRET = {"aws_credentials", "gcs_user_project"}
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -92,7 +90,8 @@ class DiskFullError(OSError):
             f"no space for the checkpoint in {url}: {needed} bytes needed, {free} free; the older checkpoints are "
             "intact: free some space, keep fewer steps or save elsewhere",
         )
-        self.needed, self.free = needed, free
+        self.needed = needed
+        self.free = free
 
 
 def free_bytes(directory: CheckpointDir) -> int | None:
@@ -162,9 +161,10 @@ def open_dir(
             f"{url}: not a path, file://, gs://, s3:// or memory:// ({error})"
         ) from None
     # credentials are needed again for `kvstore`, and an open store does not give them back
-    secret_spec = (
-        {} if isinstance(spec, str) else {name: spec[name] for name in _SECRET & spec.keys()}
-    )
+    if isinstance(spec, str):
+        secret_spec = {}
+    else:
+        secret_spec = {name: spec[name] for name in _SECRET & spec.keys()}
     return KvCheckpointDir(store, CONTEXT, f"{location}/", address[len(location) :], secret_spec)
 
 
@@ -221,7 +221,8 @@ class PosixCheckpointDir:
     context: ts.Context | None = None
 
     def __init__(self, path: str, fs: Fs) -> None:
-        self.path, self.fs = path, fs
+        self.path = path
+        self.fs = fs
         self.url = self.address = self.path.rstrip("/") + "/"
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
@@ -291,7 +292,8 @@ class PosixCheckpointDir:
 
     def swap(self, name: str, old: bytes | None, new: bytes | None) -> bool:
         """By a rename that only one can do; the loser puts back what it should not have taken."""
-        path, aside = self.url + name, f"{self.url}.trash-{uuid4().hex}"
+        path = self.url + name
+        aside = f"{self.url}.trash-{uuid4().hex}"
         if old is not None:
             # of two that try, one finds the file and the other finds none
             try:

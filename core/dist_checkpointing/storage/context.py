@@ -7,9 +7,8 @@ import os
 
 import tensorstore as ts
 
-UNSYNCED = (
-    "file_io_sync#off"  # the name by which a specification asks for files that need not be durable
-)
+# the name by which a specification asks for files that need not be durable
+UNSYNCED = "file_io_sync#off"
 CONTEXT = ts.Context(
     {
         "file_io_concurrency": {"limit": 32},  # an fsync waits, it does not compute

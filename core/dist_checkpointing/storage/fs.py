@@ -10,9 +10,8 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_JSON_BYTES = (
-    64 << 20
-)  # of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
+# of a file that is read as a whole: JSON, of which 70B parameters make 5 MB
+MAX_JSON_BYTES = 64 << 20
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -93,7 +92,8 @@ class Fs:
                 raise ValueError(
                     f"{path} has {size} bytes, of JSON at most {MAX_JSON_BYTES} are read; use another step"
                 )
-            file.seek(offset)  # a file that is read in part may be of any size
+            # a file that is read in part may be of any size
+            file.seek(offset)
             if length is None:
                 return file.read()
             return file.read(length)

@@ -30,10 +30,15 @@ class KvCheckpointDir:
         options: str = "",
         secret_spec: Mapping[str, Any] | None = None,
     ) -> None:
-        self._store, self.context, self._options = store, context, options
+        self._store = store
+        self.context = context
+        self._options = options
         self._secret_spec = dict(secret_spec or {})
         self.url: str = store.url if url is None else url
-        self.address = f"{self.url.rstrip('/')}{options}" if options else self.url
+        if options:
+            self.address = f"{self.url.rstrip('/')}{options}"
+        else:
+            self.address = self.url
 
     def kvstore(self, prefix: str = "") -> dict[str, Any]:
         """The store's own driver."""
@@ -42,7 +47,8 @@ class KvCheckpointDir:
 
     def below(self, name: str) -> "KvCheckpointDir":
         """The prefix `name/` in it."""
-        store, url = self._store / f"{name}/", f"{self.url}{name}/"
+        store = self._store / f"{name}/"
+        url = f"{self.url}{name}/"
         return KvCheckpointDir(store, self.context, url, self._options, self._secret_spec)
 
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
@@ -52,14 +58,16 @@ class KvCheckpointDir:
         stop = None if length is None else offset + length
         try:
             return self._read(name, slice(offset, stop)).value
-        except ValueError:  # a range that goes beyond the end is refused, not cut
+        except ValueError:
+            # a range that goes beyond the end is refused, not cut
             return self.read(name)[offset:stop]
 
     def size(self, name: str, expected: int = 0) -> int | None:
         """Reads one byte where the size is `expected`, else all: a key-value store tells no sizes."""
         try:
             try:
-                start = max(expected - 1, 0)  # the last byte: there is one, and none behind it
+                # the last byte: there is one, and none behind it
+                start = max(expected - 1, 0)
                 return start + len(self._read(name, slice(start, None)).value)
             except ValueError:
                 return len(self.read(name))

@@ -108,10 +108,8 @@ class Reader:
             overlap = intersect(cell, box)
             if overlap is None:
                 continue
-            inside: Any = (
-                *slices(relative(overlap, box)),
-                ...,
-            )  # the dots: a view even of an array without dims
+            # the dots: a view even of an array without dims
+            inside: Any = (*slices(relative(overlap, box)), ...)
             target = into[inside]
             name = f"{key}/{cell_name(index)}"
 
@@ -146,12 +144,10 @@ class _OpenArrays:
         # tensorstore believes what it is given: sizes and codecs are checked here
         for key, node in metadata.items():
             check_metadata(key, node)
-        self._directory, self._metadata, self._write, self._durable = (
-            directory,
-            metadata,
-            write,
-            durable,
-        )
+        self._directory = directory
+        self._metadata = metadata
+        self._write = write
+        self._durable = durable
         self._opened: dict[str, tuple[ts.TensorStore, Chunking]] = {}
 
     def __getitem__(self, key: str) -> tuple[ts.TensorStore, Chunking]:
@@ -188,7 +184,8 @@ class _Operations:
     """Operations that have been started, first in, first out, and the first failure of any."""
 
     def __init__(self, budget_bytes: int) -> None:
-        self._budget, self._pending_bytes = budget_bytes, 0
+        self._budget = budget_bytes
+        self._pending_bytes = 0
         self._pending: deque[tuple[str, int, ts.Future[None], np.ndarray]] = deque()
         self._failure: tuple[str, Exception] | None = None
 
@@ -217,7 +214,8 @@ class _Operations:
         name, size, future, _ = self._pending[0]
         try:
             future.result()  # interrupted, it still is pending
-        except Exception as error:  # tensorstore has no type of its own
+        except Exception as error:
+            # tensorstore has no type of its own
             self._failure = self._failure or (name, error)
         self._pending.popleft()
         self._pending_bytes -= size

@@ -6,6 +6,7 @@ What reads a model (`evaluate`, `generate`, `checkpoint.weights`, exports) reads
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -20,11 +21,12 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.tools.export import MODEL, weights
 from core.dist_checkpointing.tools.offline import write_offline
 from core.dist_checkpointing.writing.job import Cells
-from core.parallel_state.flat import Box, slices, volume
+from core.parallel_state.flat import Box, slices
 
 AVERAGE = "optimizer/ema/"
 
-Done = Callable[[int], None]  # called with the number of bytes that were written
+# called with the number of bytes that were written
+Done = Callable[[int], None]
 
 
 def infos_of(stored: StoredCheckpoint) -> dict[str, ArrayInfo]:
@@ -42,10 +44,7 @@ def averaged_bytes(stored: StoredCheckpoint) -> int:
             f"{stored.directory.url} holds 0 arrays below {AVERAGE}: its run kept no average of the weights; train "
             "with optimizer.ema_decay = 0.999, say"
         )
-    return sum(
-        volume(tuple((0, size) for size in info.shape)) * info.itemsize
-        for info in infos_of(stored).values()
-    )
+    return sum(prod(info.shape) * info.itemsize for info in infos_of(stored).values())
 
 
 def write_averaged(stored: StoredCheckpoint, url: str, done: Done) -> list[str]:
@@ -54,7 +53,8 @@ def write_averaged(stored: StoredCheckpoint, url: str, done: Done) -> list[str]:
     Returns the names that have no average, frozen parameters and buffers, which are copied as they are. Memory stays
     bounded. Raises ValueError: something is at `url`, damage.
     """
-    infos, tensors = infos_of(stored), lazy_tensors(stored.directory.address)
+    infos = infos_of(stored)
+    tensors = lazy_tensors(stored.directory.address)
     metadata: dict[str, Json] = {}
     for name, info in infos.items():
         cell = cell_of(info)
@@ -93,29 +93,35 @@ def _cells(
             done(values.nbytes)
 
 
-def _values(name: str, info: ArrayInfo, box: Box, tensors: Mapping[str, LazyTensor]) -> Tensor:
+def _values(
+    name: str, array_info: ArrayInfo, box: Box, tensors: Mapping[str, LazyTensor]
+) -> Tensor:
     """What the averaged model has in a box of one of its arrays."""
-    weight, average = tensors[MODEL + name], tensors.get(AVERAGE + name)
+    weight = tensors[MODEL + name]
+    average = tensors.get(AVERAGE + name)
     if average is not None:
         return average[slices(box)].to(weight.dtype)
-    if not info.stacked:
+    if not array_info.stacked:
         return weight[slices(box)]
     # where some layers are frozen, each of the others has an average of its own
     rows = []
     for row_number in range(*box[0]):
-        own = tensors.get(_layer_key(name, info, info.layer_numbers[row_number]))
-        row = weight[(row_number, *slices(box[1:]))] if own is None else own[slices(box[1:])]
+        own = tensors.get(_layer_key(name, array_info, array_info.layer_numbers[row_number]))
+        if own is None:
+            row = weight[(row_number, *slices(box[1:]))]
+        else:
+            row = own[slices(box[1:])]
         rows.append(row.to(weight.dtype))
     return torch.stack(rows)
 
 
-def _has_average(name: str, info: ArrayInfo, tensors: Mapping[str, LazyTensor]) -> bool:
-    layers = info.layer_numbers if info.stacked else ()
+def _has_average(name: str, array_info: ArrayInfo, tensors: Mapping[str, LazyTensor]) -> bool:
+    layers = array_info.layer_numbers if array_info.stacked else ()
     return AVERAGE + name in tensors or any(
-        _layer_key(name, info, layer) in tensors for layer in layers
+        _layer_key(name, array_info, layer) in tensors for layer in layers
     )
 
 
-def _layer_key(name: str, info: ArrayInfo, layer: int) -> str:
+def _layer_key(name: str, array_info: ArrayInfo, layer: int) -> str:
     """`decoder.layers` and `.norm.weight` -> `optimizer/ema/decoder.layers.7.norm.weight`."""
-    return f"{AVERAGE}{info.stack}.{layer}{name.removeprefix(info.stack)}"
+    return f"{AVERAGE}{array_info.stack}.{layer}{name.removeprefix(array_info.stack)}"

@@ -75,8 +75,10 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 
 class _PercentLines:
     def __init__(self, title: str, total: int) -> None:
-        self._title, self._total = title, max(total, 1)
-        self._done_bytes, self._printed_percent = 0, 0
+        self._title = title
+        self._total = max(total, 1)
+        self._done_bytes = 0
+        self._printed_percent = 0
 
     def advance(self, nbytes: int) -> None:
         self._done_bytes += nbytes

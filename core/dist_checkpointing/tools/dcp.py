@@ -20,7 +20,8 @@ from core.parallel_state.flat import Box, volume
 METADATA = ".metadata"
 COMMON = "common.pt"  # of Megatron: what is no tensor
 MEGATRON = "metadata.json"
-MAX_METADATA_BYTES = 256 << 20  # of `.metadata`: two million shards
+# of `.metadata`: two million shards
+MAX_METADATA_BYTES = 256 << 20
 MAX_ARGUMENTS = 64
 
 _DCP = "torch.distributed.checkpoint."
@@ -68,9 +69,8 @@ class DcpContents:
     version: str
 
 
-ByteRanges = dict[
-    tuple[str, tuple[int, ...] | None], ByteRange
-]  # by name and offset; None: of a value
+# by name and offset; None: of a value
+ByteRanges = dict[tuple[str, tuple[int, ...] | None], ByteRange]
 
 
 class _Record:
@@ -79,9 +79,8 @@ class _Record:
     state: Any
 
     def __init__(self, *arguments: Any) -> None:
-        if (
-            len(arguments) > MAX_ARGUMENTS
-        ):  # a pickle may give the same ones again and again, at no cost in bytes
+        # a pickle may give the same ones again and again, at no cost in bytes
+        if len(arguments) > MAX_ARGUMENTS:
             raise pickle.UnpicklingError(f"{len(arguments)} arguments, which no class of DCP has")
 
 
@@ -106,7 +105,8 @@ class _Unpickler(pickle._Unpickler):
     """
 
     stack: list[Any]
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # opcode -> what it does
+    # opcode -> what it does
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -158,13 +158,13 @@ def read_dcp(folder: str) -> DcpContents:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_METADATA_BYTES:
                 raise ValueError(f"it has {size} bytes, at most {MAX_METADATA_BYTES} are read")
-            data = io.BytesIO(
-                file.read()
-            )  # from memory: no opcode can ask for more bytes than there are
+            # from memory: no opcode can ask for more bytes than there are
+            data = io.BytesIO(file.read())
         return _contents(folder, _Unpickler(data).load())
     except OSError:
         raise
-    except Exception as error:  # a damaged pickle may raise anything
+    except Exception as error:
+        # a damaged pickle may raise anything
         raise ValueError(
             f"{path}: {error}: not as torch's DCP writes it; restore it from a copy"
         ) from None
@@ -212,9 +212,8 @@ def _contents(folder: str, metadata: Any) -> DcpContents:
             folder, name, _fields(info, "_StorageInfo")
         )
     # DCP flattens nested dicts and lists, and keeps the way to each value
-    flattened: Mapping[str, Any] = (
-        fields.get("planner_data") or {}
-    )  # name -> where it was in nested dicts
+    # name -> where it was in nested dicts
+    flattened: Mapping[str, Any] = fields.get("planner_data") or {}
     tensors: dict[str, SavedTensor] = {}
     values: dict[str, ByteRange] = {}
     paths: dict[str, tuple[str | int, ...]] = {}
@@ -239,7 +238,9 @@ def _fields(record: Any, kind: str) -> dict[str, Any]:
 
 
 def _byte_range(folder: str, name: str, fields: Mapping[str, Any]) -> ByteRange:
-    path, offset, length = fields["relative_path"], fields["offset"], fields["length"]
+    path = fields["relative_path"]
+    offset = fields["offset"]
+    length = fields["length"]
     # a path of the file is not believed: it could name any file of this machine
     if leads_elsewhere(path):
         raise ValueError(f"{name} lies outside, in {path!r}")
@@ -261,10 +262,12 @@ def _look_up(byte_ranges: ByteRanges, name: str, offset: tuple[int, ...] | None)
 def _tensor(name: str, fields: Mapping[str, Any], byte_ranges: ByteRanges) -> SavedTensor:
     """Raises ValueError: shards that leave the tensor, or do not have as many elements as it."""
     dtype = fields["properties"].state[0]
-    shape, shards = tuple(fields["size"]), []
+    shape = tuple(fields["size"])
+    shards = []
     for chunk in fields["chunks"]:
         chunk_fields = _fields(chunk, "ChunkStorageMetadata")
-        offset, sizes = tuple(chunk_fields["offsets"]), tuple(chunk_fields["sizes"])
+        offset = tuple(chunk_fields["offsets"])
+        sizes = tuple(chunk_fields["sizes"])
         box = tuple((start, start + size) for start, size in zip(offset, sizes, strict=True))
         are_sizes = all(type(number) is int and number >= 0 for number in (*shape, *offset, *sizes))
         if not are_sizes or any(stop > size for (_, stop), size in zip(box, shape, strict=True)):

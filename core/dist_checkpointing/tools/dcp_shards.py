@@ -16,9 +16,8 @@ from core.dist_checkpointing.storage.fs import open_regular
 from core.dist_checkpointing.tools.dcp import ByteRange, SavedTensor
 from core.parallel_state.flat import Box, extent, intersect, relative, slices
 
-CACHE_BYTES = (
-    1 << 30
-)  # of shards that stay for the next cells: one shard may be a part of many cells
+# of shards that stay for the next cells: one shard may be a part of many cells
+CACHE_BYTES = 1 << 30
 
 
 def load_saved(byte_range: ByteRange) -> Any:
@@ -33,7 +32,8 @@ def load_saved(byte_range: ByteRange) -> Any:
             return value
     except OSError:
         raise
-    except Exception as error:  # a damaged archive may raise anything
+    except Exception as error:
+        # a damaged archive may raise anything
         # of torch's long message the line that names the unsupported type, else the first
         lines = [line.strip() for line in str(error).splitlines()]
         reason = next((line for line in lines if "nsupported" in line), "".join(lines[:1]))
@@ -57,7 +57,10 @@ class _FileRange(io.RawIOBase):
     """A range of a file, as a file."""
 
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
+        self._file = file
+        self._start = start
+        self._length = length
+        self._position = 0
 
     def readable(self) -> bool:
         return True

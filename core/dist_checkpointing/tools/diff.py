@@ -29,40 +29,44 @@ def _only_in(side: str, stored: StoredCheckpoint, other: StoredCheckpoint) -> It
     for key in stored.keys:
         if key not in other.metadata:
             derived = other.derived.get(key)
-            hint = f" (the other derives it from {derived['from']})" if derived else ""
+            hint = ""
+            if derived:
+                hint = f" (the other derives it from {derived['from']})"
             yield f"only in {side}: {key}{hint}"
 
 
-def _value_differences(kind: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    for key in sorted(a.keys() | b.keys()):
-        if a.get(key) != b.get(key) or (key in a) != (key in b):
-            yield f"{kind} {key}: {a.get(key, 'missing')} in A, {b.get(key, 'missing')} in B"
+def _value_differences(
+    kind: str, first: Mapping[str, Any], second: Mapping[str, Any]
+) -> Iterator[str]:
+    for key in sorted(first.keys() | second.keys()):
+        if first.get(key) != second.get(key) or (key in first) != (key in second):
+            yield f"{kind} {key}: {first.get(key, 'missing')} in A, {second.get(key, 'missing')} in B"
 
 
-def _array_difference(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> str | None:
-    if a.shape(key) != b.shape(key) or a.dtype(key) != b.dtype(key):
-        return f"{a.dtype(key)} of {a.shape(key)} in A, {b.dtype(key)} of {b.shape(key)} in B"
-    if Chunking.from_metadata(a.metadata[key]) == Chunking.from_metadata(b.metadata[key]):
+def _array_difference(first: StoredCheckpoint, second: StoredCheckpoint, key: str) -> str | None:
+    if first.shape(key) != second.shape(key) or first.dtype(key) != second.dtype(key):
+        return f"{first.dtype(key)} of {first.shape(key)} in A, {second.dtype(key)} of {second.shape(key)} in B"
+    if Chunking.from_metadata(first.metadata[key]) == Chunking.from_metadata(second.metadata[key]):
         # cells of one grid: equal sizes and digests are equal bytes
         count = 0
-        for index, _ in cells(a.shape(key), a.cell(key)):
+        for index, _ in cells(first.shape(key), first.cell(key)):
             name = f"{key}/{cell_name(index)}"
-            count += a.manifest.files.get(name) != b.manifest.files.get(name)
+            count += first.manifest.files.get(name) != second.manifest.files.get(name)
         if count:
-            return f"{count} of {prod(grid_shape(a.metadata[key]))} cells"
+            return f"{count} of {prod(grid_shape(first.metadata[key]))} cells"
         return None
     # other grids: only the values can be compared
-    count = _unequal_values(a, b, key)
+    count = _unequal_values(first, second, key)
     if count:
-        return f"{count} of {prod(a.shape(key))} values"
+        return f"{count} of {prod(first.shape(key))} values"
     return None
 
 
-def _unequal_values(a: StoredCheckpoint, b: StoredCheckpoint, key: str) -> int:
+def _unequal_values(first: StoredCheckpoint, second: StoredCheckpoint, key: str) -> int:
     """How many values differ in any bit."""
-    requests = [(key, block) for block in blocks(whole(a.shape(key)))]
+    requests = [(key, block) for block in blocks(whole(first.shape(key)))]
     count = 0
-    for a_values, b_values in zip(stream(a, requests), stream(b, requests), strict=True):
+    for a_values, b_values in zip(stream(first, requests), stream(second, requests), strict=True):
         count += int(np.count_nonzero(_bits(a_values) != _bits(b_values)))
     return count
 

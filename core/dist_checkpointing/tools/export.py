@@ -21,7 +21,8 @@ from core.parallel_state.flat import Box, extent
 MODEL = "model/"
 DTYPES = {"as-saved": None, "bf16": "bfloat16", "fp32": "float32"}
 
-Done = Callable[[int], None]  # called with the number of bytes that were written
+# called with the number of bytes that were written
+Done = Callable[[int], None]
 
 
 def weights(stored: StoredCheckpoint) -> dict[str, tuple[str, str]]:
@@ -59,7 +60,8 @@ def tensors(
 
     Layers of a stack are apart, with their numbers in the full model.
     """
-    (tp_rank, tp_size), (pp_rank, pp_size) = tp, pp
+    (tp_rank, tp_size) = tp
+    (pp_rank, pp_size) = pp
     exported = []
     for name, (key, saved_dtype) in weights(stored).items():
         info = stored.info(key)
@@ -73,7 +75,10 @@ def tensors(
         if info.stacked:
             box[0] = intervals_by_dim[0][pp_rank]
         # integers and booleans stay as they are
-        exported_dtype = dtype if dtype is not None and "float" in saved_dtype else saved_dtype
+        if dtype is not None and "float" in saved_dtype:
+            exported_dtype = dtype
+        else:
+            exported_dtype = saved_dtype
         for layer_name, layer_box in _layers(name, tuple(box), info):
             is_layer = layer_name != name
             shape = extent(layer_box[1:] if is_layer else layer_box)
@@ -83,21 +88,20 @@ def tensors(
     return exported
 
 
-def _layers(name: str, box: Box, info: ArrayInfo) -> list[tuple[str, Box]]:
+def _layers(name: str, box: Box, array_info: ArrayInfo) -> list[tuple[str, Box]]:
     """(name, box) of each layer: the number goes behind the name of the stack.
 
     A stack without a name is what stands up to `layers`, as in Megatron's names; without that the stack stays one
     tensor.
     """
-    stack = info.stack
+    stack = array_info.stack
     if not stack and (match := re.match(r"(.*\.)?layers(?=\.)", name)):
         stack = match[0]
-    if not info.stacked or not stack:
+    if not array_info.stacked or not stack:
         return [(name, box)]
-    suffix = name[
-        len(stack) :
-    ]  # `decoder.layers` and `.norm.weight` -> `decoder.layers.7.norm.weight`
-    numbers = info.layer_numbers
+    # `decoder.layers` and `.norm.weight` -> `decoder.layers.7.norm.weight`
+    suffix = name[len(stack) :]
+    numbers = array_info.layer_numbers
     return [
         (f"{stack}.{numbers[row]}{suffix}", ((row, row + 1), *box[1:])) for row in range(*box[0])
     ]
@@ -140,9 +144,9 @@ def per_rank(
         if pp > 1:
             name += f"_{pp_rank:03d}"
         tensors_by_rank[name] = tensors(stored, tp=(tp_rank, tp), pp=(pp_rank, pp))
-    total = sum(
-        tensor.nbytes for rank_tensors in tensors_by_rank.values() for tensor in rank_tensors
-    )
+    total = 0
+    for rank_tensors in tensors_by_rank.values():
+        total += sum(tensor.nbytes for tensor in rank_tensors)
     with new_folder(folder) as temporary, space_for(open_dir(temporary), total):
         for name, rank_tensors in tensors_by_rank.items():
             (temporary / name).mkdir()

@@ -67,7 +67,8 @@ class Import:
     def cells(self, metadata: Mapping[str, Json], done: Callable[[int], None]) -> Cells:
         """Every cell; in memory are one cell at a time, and the shards of which the next ones are made."""
         for key, tensor in self.tensors.items():
-            shards, path = ShardCache(), path_of(key)
+            shards = ShardCache()
+            path = path_of(key)
             for index, box in cells(tensor.shape, Chunking.from_metadata(metadata[path]).cell):
                 array = memory_of(shards.fill(key, tensor, box))
                 yield path, index, box, array
@@ -121,7 +122,8 @@ def _add_tensors(imported: Import, saved: DcpContents) -> None:
             continue
         for box, byte_range in tensor.shards:
             size = _nbytes(extent(box), tensor.dtype)
-            if size > byte_range.length:  # before anybody allocates it
+            # before anybody allocates it
+            if size > byte_range.length:
                 raise ValueError(
                     f"{key}: a piece of {size} bytes is said to lie in {byte_range.length} of {byte_range.file}"
                 )
@@ -213,7 +215,8 @@ def _tensor_inside(tensor: Tensor, byte_range: ByteRange) -> SavedTensor:
         raise ValueError(f"it is {problem}")
     if not tensor.numel():
         raise ValueError("a tensor without elements")
-    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    shape = tuple(tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
     return SavedTensor(shape, dtype, ((whole(shape), byte_range),))
 
 

@@ -47,7 +47,8 @@ def write_offline(
         job.write(cells)
         job.conclude()
     except BaseException:
-        with suppress(OSError, ValueError):  # the first error is the one to be raised
+        # the first error is the one to be raised
+        with suppress(OSError, ValueError):
             job.abandon()
         raise
     # every file was just written, so its digest is cheap to check, and a copy is made to be relied on

@@ -17,9 +17,11 @@ from core.dist_checkpointing.tools.offline import write_offline
 from core.dist_checkpointing.writing.job import Cells
 from core.parallel_state.flat import Box
 
-GOOD_AMPLIFICATION = 1.05  # bytes read over bytes needed, up to which a copy is not worth its time
+# bytes read over bytes needed, up to which a copy is not worth its time
+GOOD_AMPLIFICATION = 1.05
 
-Done = Callable[[int], None]  # called with the number of bytes that were written
+# called with the number of bytes that were written
+Done = Callable[[int], None]
 
 
 def cut_for(stored: StoredCheckpoint, tp: int) -> dict[str, Json]:
@@ -27,7 +29,8 @@ def cut_for(stored: StoredCheckpoint, tp: int) -> dict[str, Json]:
     metadata = {}
     for key in stored.keys:
         info = stored.info(key)
-        tp_sizes = 8 if 8 % tp == 0 else tp  # the grid of a save, where it suits
+        # the grid of a save, where it suits
+        tp_sizes = 8 if 8 % tp == 0 else tp
         cell = cell_shape(
             info.shape, info.tp_dim, stacked=info.stacked, ragged=info.ragged, tp_sizes=tp_sizes
         )

@@ -84,6 +84,7 @@ def write(
 ) -> None:
     """Stored arrays as they are, or of another dtype, in files of a folder; see `write_files`."""
     files = tensors_by_file(tensors, file_bytes)
+    # what is read ahead comes back in this order, which is that of writing
     requests = (
         (tensor.key, block) for file in files for tensor in file for block in blocks(tensor.box)
     )
@@ -176,7 +177,8 @@ def _header(tensors: Sequence[FileTensor]) -> bytes:
         }
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the values begin at a multiple of 8
+    # the values begin at a multiple of 8
+    text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
@@ -184,9 +186,8 @@ def _converted(array: np.ndarray, stored_dtype: str, dtype: str) -> np.ndarray:
     """Values of another dtype, rounded to the nearest, as bits."""
     if stored_dtype == dtype:
         return array
-    with np.errstate(
-        invalid="ignore", over="ignore"
-    ):  # NaN stays NaN, what is too large becomes infinite
+    # NaN stays NaN, what is too large becomes infinite
+    with np.errstate(invalid="ignore", over="ignore"):
         converted = array.view(_numpy_dtype(stored_dtype)).astype(_numpy_dtype(dtype))
     return converted.view(STORED_DTYPES[dtype][0])
 
@@ -207,12 +208,16 @@ def new_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
             f"{path}: these files are written into a local directory only; copy them from there"
         )
     folder, name = root_and_name(path)
-    final, root, uuid = Path(folder, name), CheckpointRoot(folder), uuid4().hex
+    final = Path(folder, name)
+    root = CheckpointRoot(folder)
+    uuid = uuid4().hex
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
         raise ValueError(f"{final} is there already; give a directory that is to be made")
+    # what an export left that was killed
     root.sweep()
     temporary = root.begin(name, uuid)
     try:
+        # others sweep what shows no sign of life
         with root.beating(name, uuid):
             yield Path(temporary.url)
         root.publish_folder(name, uuid)

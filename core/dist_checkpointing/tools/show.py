@@ -42,12 +42,14 @@ def _array(stored: StoredCheckpoint, key: str) -> dict[str, Any]:
 def text(stored: StoredCheckpoint) -> list[str]:
     """A checkpoint as lines for people."""
     contents = facts(stored)
-    arrays, nbytes = contents["arrays"], contents["bytes"]
+    arrays = contents["arrays"]
+    nbytes = contents["bytes"]
     rows = [("array", "shape", "dtype", "cells", "of", "tp dim", "bytes")]
     cell_count = 0
     for key, array in arrays.items():
         cell_count += array["cells"]
-        shape, cell_shape = _shape_text(array["shape"]), _shape_text(array["cell"])
+        shape = _shape_text(array["shape"])
+        cell_shape = _shape_text(array["cell"])
         tp_dim = "" if array["tp_dim"] is None else str(array["tp_dim"])
         if array["axis"] not in (None, "tp"):
             tp_dim += f" ({array['axis']})"
@@ -82,8 +84,10 @@ def text(stored: StoredCheckpoint) -> list[str]:
 def _provenance(stored: StoredCheckpoint) -> str:
     """When it was written, by which layout, and what else the manifest says of the run."""
     run = dict(stored.run)
-    seconds, layout = run.pop("time", None), run.pop("layout", None)
-    run.pop("settings", None)  # a hundred values; --json shows them
+    seconds = run.pop("time", None)
+    layout = run.pop("layout", None)
+    # a hundred values; --json shows them
+    run.pop("settings", None)
     # a manifest may hold anything: what is no number or dict is shown as it is, with the rest
     words = ["written"]
     if isinstance(seconds, (int, float)):

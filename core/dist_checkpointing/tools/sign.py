@@ -32,7 +32,8 @@ def sign(directory: CheckpointDir, key_file: str | os.PathLike[str]) -> int:
             f"{len(problems)} problems, only a whole checkpoint is signed; {'; '.join(problems[:3])}"
         )
     if directory.size(SIGNATURE) is not None:
-        _read_signature(directory)  # raises: only a signature of ours is replaced
+        # raises: only a signature of ours is replaced
+        _read_signature(directory)
     files = _digests(directory)
     signature = key.sign(_signed_text(files)).hex()
     directory.write(SIGNATURE, seal({"kind": SIGNED, "files": files, "signature": signature}))
@@ -72,7 +73,8 @@ def _read_signature(directory: CheckpointDir) -> tuple[dict[str, str], bytes]:
     """(path -> SHA-256, the signature of that). ValueError naming the file: it is no signature."""
     file = directory.url + SIGNATURE
     value = unseal(directory.read(SIGNATURE), file)
-    digests, signature = value.get("files"), value.get("signature")
+    digests = value.get("files")
+    signature = value.get("signature")
     try:
         if value.get("kind") == SIGNED and isinstance(digests, dict) and _are_texts(digests):
             return digests, bytes.fromhex(signature or "")
@@ -91,7 +93,8 @@ def _digests(directory: CheckpointDir) -> dict[str, str]:
 
     def digest(path: str) -> str:
         # in blocks: a file may be larger than memory
-        hasher, size = sha256(), sizes[path]
+        hasher = sha256()
+        size = sizes[path]
         for offset in range(0, size, _BLOCK_BYTES):
             hasher.update(directory.read(path, offset, min(_BLOCK_BYTES, size - offset)))
         return hasher.hexdigest()
@@ -124,7 +127,8 @@ def _read_key(file: str | os.PathLike[str], kind: str) -> Any:
     try:
         key = loaders[kind](pem)
     except (TypeError, ValueError, UnsupportedAlgorithm) as error:
-        key, details = None, f" ({error})"
+        key = None
+        details = f" ({error})"
     else:
         details = f", a {type(key).__name__}"
     if not isinstance(key, types[kind]):

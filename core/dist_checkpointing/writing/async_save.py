@@ -17,12 +17,15 @@ from typing import Any
 import numpy as np
 
 from core.dist_checkpointing.planning.exchange import Cells
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
+from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 from core.dist_checkpointing.writing.job import Job
 from core.dist_checkpointing.writing.slab import Slab, aligned
 
 log = logging.getLogger(__name__)
 
-MARGIN_S = 5.0  # after its own time limit, how long the writer may take to die
+# after its own time limit, how long the writer may take to die
+MARGIN_S = 5.0
 
 
 @dataclass
@@ -45,7 +48,8 @@ class WriterProgram:
     def __init__(self, log: str | None) -> None:
         self._log = log
         self._slab = Slab()
-        self._copied_cells: list[list[Any]] = []  # [key, index, box, offset in the slab] of each
+        # [key, index, box, offset in the slab] of each
+        self._copied_cells: list[list[Any]] = []
         self._used = 0  # bytes of the slab
         self._process: subprocess.Popen[bytes] | None = None
         self._job: Job | None = None
@@ -54,7 +58,8 @@ class WriterProgram:
     def start(self, size: int) -> None:
         """Warm up: an empty slab of `size` bytes, every page touched, and the program running."""
         self._slab.reserve(size)
-        self._copied_cells, self._used = [], 0
+        self._copied_cells = []
+        self._used = 0
         if self._process is not None and self._process.poll() is None:
             return
         self._end()
@@ -93,8 +98,10 @@ class WriterProgram:
             "trainer": os.getpid(),
         }
         line = json.dumps(request)
-        self._job, self._begin_time = job, time.monotonic()
-        with contextlib.suppress(BrokenPipeError):  # the program is dead: `wait` reports it
+        self._job = job
+        self._begin_time = time.monotonic()
+        # the program is dead: `wait` reports it
+        with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()
 
@@ -134,7 +141,8 @@ class WriterProgram:
     def _end(self) -> None:
         if self._process is not None:
             assert self._process.stdin is not None and self._process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # what a dead program did not read
+            # what a dead program did not read
+            with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
             self._process.wait()
             self._process.stdout.close()
@@ -178,3 +186,13 @@ class BackgroundCall:
             self._thread.join()
         if self._error is not None:
             raise self._error
+
+
+def log_file(root: str, rank: int) -> str | None:
+    """The log file of a rank's writer program; None beside an object store."""
+    directory = CheckpointRoot(root).files
+    if not isinstance(directory, PosixCheckpointDir):
+        return None
+    folder = os.path.join(directory.path, ".logs")
+    os.makedirs(folder, exist_ok=True)
+    return os.path.join(folder, f"writer-{rank:05d}.log")

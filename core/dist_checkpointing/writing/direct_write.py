@@ -24,9 +24,8 @@ from core.dist_checkpointing.storage.zarr_store import Writer
 from core.parallel_state.flat import Box, extent, slices
 
 THREADS = 12  # most of them wait for the disk
-_MAX_UNITS = (
-    256  # of a cell: twice as many buffers go into one system call (the system's limit is 1024)
-)
+# of a cell: twice as many buffers go into one system call (the system's limit is 1024)
+_MAX_UNITS = 256
 
 
 def fastest_writer(
@@ -52,7 +51,9 @@ class DirectWriter:
         for key, node in metadata.items():
             check_metadata(key, node)
         self.entries: dict[str, tuple[int, int]] = {}
-        self._directory, self._durable, self._budget = directory, durable, budget_bytes
+        self._directory = directory
+        self._durable = durable
+        self._budget = budget_bytes
         self._chunks = {key: Chunking.from_metadata(node) for key, node in metadata.items()}
         self._tensorstore = Writer(directory, metadata, durable=durable, budget_bytes=budget_bytes)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="checkpoint-write")
@@ -75,7 +76,8 @@ class DirectWriter:
         # a full cell exactly: its file has all units, so the index can be computed in advance
         index, cell = next(cells(chunks.shape, chunks.cell, box), ((), None))
         if cell != box or array.shape != chunks.cell or array.dtype != np.dtype(chunks.data_type):
-            self._tensorstore.write(key, box, array)  # raises, and says what is wrong
+            # raises, and says what is wrong
+            self._tensorstore.write(key, box, array)
             return
         # assembled cells live until they are written: the budget bounds their memory
         while self._running and self._running_bytes + array.nbytes > self._budget:
@@ -98,7 +100,10 @@ class DirectWriter:
         if self._failure is not None:
             message = f"{self._directory.url}: the cell {self._failed_cell} was not written: {self._failure}"
             error_number = getattr(self._failure, "errno", None)
-            error = OSError(error_number, message) if error_number else OSError(message)
+            if error_number:
+                error = OSError(error_number, message)
+            else:
+                error = OSError(message)
             raise error from self._failure
 
     def _wait_for_first(self) -> None:
@@ -106,7 +111,8 @@ class DirectWriter:
         self._running_bytes -= size
         error = future.exception()
         if error is not None and self._failure is None:
-            self._failed_cell, self._failure = name, error
+            self._failed_cell = name
+            self._failure = error
 
     def _write_cell(self, name: str, chunks: Chunking, array: np.ndarray) -> None:
         if not array.flags.c_contiguous:
@@ -114,7 +120,8 @@ class DirectWriter:
             np.copyto(scratch, array)
             array = scratch
         # zarr's sharding codec: every inner chunk with its crc32c behind it, then the index
-        buffers, crcs = [], []
+        buffers = []
+        crcs = []
         for unit in _units(array, chunks):
             crc = struct.pack("<I", crc32c(unit))
             buffers += [unit, crc]
@@ -145,7 +152,8 @@ class DirectWriter:
 def _units(array: np.ndarray, chunks: Chunking) -> Iterator[np.ndarray]:
     """The bytes of each unit of a cell, in C order."""
     for _, box in cells(chunks.cell, chunks.unit):
-        index: Any = (*slices(box), ...)  # the dots: a view even of an array without dims
+        # the dots: a view even of an array without dims
+        index: Any = (*slices(box), ...)
         yield np.ascontiguousarray(array[index]).reshape(-1).view(np.uint8)
 
 

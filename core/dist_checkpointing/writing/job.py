@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 
 Cells = Iterable[tuple[str, Index, Box, np.ndarray]]
 Entries = dict[str, tuple[int, int]]  # path -> (size, crc)
-SLACK = 1 << 20  # bytes beside the arrays: metadata, receipts, the manifest
+# bytes beside the arrays: metadata, receipts, the manifest
+SLACK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -97,17 +98,21 @@ class Job:
         writer = fastest_writer(
             directory, self.metadata, durable=self.durable, budget_bytes=self.budget_bytes
         )
-        cells_written, payload_bytes = [], 0
+        cells_written = []
+        payload_bytes = 0
         disk_space = space_for(self._root.files, self.nbytes + SLACK, ahead=False)
         # the heartbeat tells other ranks, and the next job, that this one is alive
         with disk_space, ThreadPoolExecutor(1) as thread, self._root.beating(self.name, self.uuid):
-            metadata_entries = thread.submit(self._write_metadata) if self.rank == 0 else None
+            metadata_entries = None
+            if self.rank == 0:
+                metadata_entries = thread.submit(self._write_metadata)
             try:
                 for key, index, box, array in cells:
                     writer.write(key, box, array)
                     cells_written.append((key, index))
                     payload_bytes += array.nbytes
-            finally:  # whoever makes the cells may fail: nothing writes into a temporary that is given up
+            finally:
+                # whoever makes the cells may fail: nothing writes into a temporary that is given up
                 _finish(writer)
             entries: Entries = dict(writer.entries) if isinstance(writer, DirectWriter) else {}
             entries |= self._entries(cells_written, entries)
@@ -171,7 +176,8 @@ class Job:
             self._root.wait_for(self.name, self.uuid, remaining_s, check_others)
             return
         planned = planned_files({**self.metadata, **group_metadata(self.metadata, {})})
-        with self._root.beating(self.name, self.uuid, orphaned=orphaned):  # others may be slow
+        # others may be slow
+        with self._root.beating(self.name, self.uuid, orphaned=orphaned):
             self.merge(check_others)
             commit(
                 self._root,

@@ -35,8 +35,11 @@ class Saver:
         retention: Retention | None = None,
         durable: bool = True,
     ) -> None:
-        self.root, self.ps, self.timeout_s = root, ps, timeout_s
-        self.retention, self.durable = retention, durable
+        self.root = root
+        self.ps = ps
+        self.timeout_s = timeout_s
+        self.retention = retention
+        self.durable = durable
         self._run = {
             "layout": layout_of_ranks(ps),
             "world_size": ps.config.world_size,
@@ -86,7 +89,8 @@ class Saver:
         """Collective; returns once it is committed. Raises what went wrong, on all ranks, with the rank named."""
         begin = time.perf_counter()
         save_plan = self.prepare(state, failure)
-        job, written_bytes = self.job(name, save_plan, metrics), 0
+        job = self.job(name, save_plan, metrics)
+        written_bytes = 0
         ps = self.ps
         cells = owned_cells(
             save_plan.plan, save_plan.arrays, save_plan.shards, ps.rank, ps.world, ps.device
@@ -113,9 +117,8 @@ class Saver:
         except BaseException:  # an interrupt, too
             # once it is committing, only rank 0 knows whether there is something to withdraw
             if ps.rank == 0 or not committing:
-                with contextlib.suppress(
-                    OSError, ValueError
-                ):  # the first error is the one to be raised
+                # the first error is the one to be raised
+                with contextlib.suppress(OSError, ValueError):
                     job.withdraw()
             raise
         seconds = time.perf_counter() - begin
@@ -145,7 +148,8 @@ def save(
     OSError; what lay there before is intact then.
     """
     root, name = root_and_name(checkpoint_dir)
-    ps = ps if ps is not None else default_state()
+    if ps is None:
+        ps = default_state()
     return Saver(root, ps, run=run, timeout_s=timeout_s, weights=weights).save(
         name, sharded_state_dict
     )

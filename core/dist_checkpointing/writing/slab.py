@@ -17,7 +17,8 @@ class Slab:
 
     def __init__(self, fd: int | None = None, size: int = 0) -> None:
         self.fd = fd if fd is not None else _anonymous_file()
-        self._size, self._memory = 0, np.empty(0, np.uint8)
+        self._size = 0
+        self._memory = np.empty(0, np.uint8)
         if size:
             self._map(size)
 
@@ -33,9 +34,8 @@ class Slab:
             os.posix_fallocate(self.fd, 0, size)
             old_size = self._size
             self._map(size)
-            self._memory[old_size :: mmap.PAGESIZE] = (
-                0  # page faults happen here, not in the stall of a save
-            )
+            # page faults happen here, not in the stall of a save
+            self._memory[old_size :: mmap.PAGESIZE] = 0
 
     def array(self, offset: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         """A view of the shared memory as an array; nothing is copied."""
@@ -48,7 +48,8 @@ class Slab:
 
     def close(self) -> None:
         """Give the memory back, once the other side has too."""
-        self._memory, self._size = np.empty(0, np.uint8), 0
+        self._memory = np.empty(0, np.uint8)
+        self._size = 0
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

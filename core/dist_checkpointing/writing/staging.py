@@ -30,16 +30,14 @@ class PinnedStage:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._stream: Any = None
         self._arrival: Any = None  # event behind the last copy
-        self._sources: Sequence[
-            Tensor
-        ] = ()  # a temporary that was freed before would be written over
+        # a temporary that was freed before would be written over
+        self._sources: Sequence[Tensor] = ()
 
     def reserve(self, size: int) -> None:
         """Make it at least `size` bytes. Raises RuntimeError: no memory."""
         if size > self._memory.numel():
-            self._memory = torch.empty(
-                0, dtype=torch.uint8
-            )  # the old one goes before the new one comes
+            # the old one goes before the new one comes
+            self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def send(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -50,7 +48,9 @@ class PinnedStage:
         if self._stream is None:
             self._stream = torch.Stream(self._device)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        views, start, self._sources = [], 0, tensors
+        views = []
+        start = 0
+        self._sources = tensors
         with self._stream:
             for tensor in tensors:
                 size = tensor.numel() * tensor.element_size()
@@ -62,7 +62,8 @@ class PinnedStage:
 
     def hold_updates(self) -> None:
         """What the current stream is asked for from now on runs behind the copies; the host goes on."""
-        arrival = self._arrival  # the thread that waits takes it away
+        # the thread that waits takes it away
+        arrival = self._arrival
         if arrival is not None:
             torch.accelerator.current_stream(self._device).wait_event(arrival)
 
@@ -70,7 +71,8 @@ class PinnedStage:
         """Block this thread until everything has arrived."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        self._arrival, self._sources = None, ()
+        self._arrival = None
+        self._sources = ()
 
 
 def staged_bytes(tensors: Iterable[Tensor]) -> int:
@@ -108,17 +110,21 @@ class CopyBesideStep:
         arriving = []
         for cell, pieces in zip(self._on_device, self._pieces, strict=True):
             # a cell that is partly on the host: that part is copied now, the thread comes to it too late
-            copies = [
-                (piece.box, next(sent) if piece.array is None else piece.bits.clone())
-                for piece in pieces
-            ]
+            copies = []
+            for piece in pieces:
+                if piece.array is None:
+                    copies.append((piece.box, next(sent)))
+                else:
+                    copies.append((piece.box, piece.bits.clone()))
             arriving.append(cell.on_host(copies))
         self._pieces = []
 
         def finish() -> None:
             try:
+                # the host's first: `before_update` holds the training until they are copied
                 copy(cell.owned() for cell in self._on_host)
             finally:
+                # also after an error, or the training would wait for ever
                 self._host_copied.set()
             self._stage.wait()
             copy(cell.owned() for cell in arriving)

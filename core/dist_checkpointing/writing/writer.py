@@ -29,7 +29,8 @@ from core.parallel_state.flat import Box, extent
 
 NICENESS = 10  # the training step beside it goes first
 MAX_LOG_BYTES = 1 << 20  # a longer log is cut to its last quarter
-GRACE_S = 2  # beyond the time limit of a job, which reports by itself which ranks are silent
+# beyond the time limit of a job, which reports by itself which ranks are silent
+GRACE_S = 2
 
 
 class WarningRecorder(logging.Handler):
@@ -47,7 +48,8 @@ class WarningRecorder(logging.Handler):
 
     def take(self) -> list[str]:
         """All messages since the last call."""
-        messages, self._messages = self._messages, []
+        messages = self._messages
+        self._messages = []
         return messages
 
 
@@ -71,7 +73,8 @@ def _serve(request: dict[str, Any], slab: Slab) -> dict[str, Any]:
     """Write and commit one job. Returns uuid, error (None: committed) and seconds."""
     job = Job(**request["job"])
     begin = time.perf_counter()
-    signal.alarm(int(job.timeout_s) + GRACE_S)  # ends this program whatever hangs
+    # ends this program whatever hangs
+    signal.alarm(int(job.timeout_s) + GRACE_S)
     error_text = None
     try:
         _log(f"{job.name}: {len(request['cells'])} cells")
@@ -92,7 +95,8 @@ def _serve(request: dict[str, Any], slab: Slab) -> dict[str, Any]:
     except Exception as error:
         _log(traceback.format_exc())
         error_text = f"{type(error).__name__}: {error}"
-        with contextlib.suppress(OSError):  # a full disk, or a temporary that is gone
+        # a full disk, or a temporary that is gone
+        with contextlib.suppress(OSError):
             job.fail(error_text)
     finally:
         signal.alarm(0)
@@ -120,7 +124,8 @@ def _shorten(log: int) -> None:
     if stat.S_ISREG(status.st_mode) and status.st_size > MAX_LOG_BYTES:
         end = os.pread(log, MAX_LOG_BYTES // 4, status.st_size - MAX_LOG_BYTES // 4)
         os.ftruncate(log, 0)
-        os.write(log, end[end.find(b"\n") + 1 :])  # from the first full line
+        # from the first full line
+        os.write(log, end[end.find(b"\n") + 1 :])
 
 
 if __name__ == "__main__":

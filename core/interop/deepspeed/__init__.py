@@ -13,8 +13,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
+from core.interop.deepspeed.optimization import optimizer, scheduler
 from core.interop.deepspeed.reader import ConfigReader, Told
-from core.interop.deepspeed.sections import batch, dtypes, optimizer, others, scheduler, zero
+from core.interop.deepspeed.sections import batch, dtypes, others, zero
 from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelConfig
 from core.training.config import DataParallelConfig, ModelConfig, PipelineConfig, TrainingConfig
@@ -75,9 +76,10 @@ class FromDeepSpeed:
         for section, fields in self.fields.items():
             for name, value in fields.items():
                 flag = f"--{section}.{name}".replace("_", "-")
+                # its default
                 is_switch = isinstance(value, bool) and isinstance(
                     getattr(PARTS[section], name), bool
-                )  # its default
+                )
                 if is_switch:
                     arguments.append(flag if value else f"--{section}.no-{name}".replace("_", "-"))
                 elif isinstance(value, dict):
@@ -160,7 +162,8 @@ def from_deepspeed(
         result = FromDeepSpeed(reader.fields, tuple(verdicts))
         for name, kind in PARTS.items():
             if name in result.fields:
-                result.onto(kind())  # raises where our own rules are broken
+                # raises where our own rules are broken
+                result.onto(kind())
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
     unsupported = result.unsupported

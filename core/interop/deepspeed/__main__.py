@@ -33,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         key, _, text = assignment.partition("=")
         auto[key] = _value(text)
     try:
-        with warnings.catch_warnings(action="ignore"):  # the table says the same
+        # the table says the same
+        with warnings.catch_warnings(action="ignore"):
             result = deepspeed.from_deepspeed(
                 options.file, data_ranks=options.data_ranks, auto=auto
             )

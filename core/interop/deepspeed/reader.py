@@ -40,7 +40,8 @@ class ConfigReader:
     ) -> None:
         self.unread = dict(leaves(config))
         self.order = list(self.unread)
-        self.auto, self.data_ranks = auto, data_ranks
+        self.auto = auto
+        self.data_ranks = data_ranks
         self.verdicts: dict[str, Told] = {}
         self.fields: dict[str, dict[str, Any]] = {}
         unknown = [key for key in auto if self.unread.get(key) != "auto"]
@@ -161,7 +162,8 @@ def _section_reason(key: str, sections: Mapping[str, str]) -> str | None:
 def _nearest_key(key: str) -> str | None:
     """The same key in another section, or one that is written alike."""
     known = _known_keys()
-    section, last_name = key.partition(".")[0], key.rpartition(".")[2]
+    section = key.partition(".")[0]
+    last_name = key.rpartition(".")[2]
     nested_too_deep = [other for other in known if key.endswith(f".{other}")]
     same_name = [other for other in known if other.rpartition(".")[2] == last_name]
     same_section = [other for other in same_name if other.partition(".")[0] == section]

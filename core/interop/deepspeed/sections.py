@@ -1,24 +1,16 @@
 """The keys of a ds_config.json that have a field here, section by section."""
 
-from collections.abc import Sequence
 from math import inf, prod
-from typing import Any
 
 from core.interop.deepspeed.reader import ConfigReader
-from core.optimizer import OptimizerConfig
-from core.optimizer.schedules.deepspeed import MOMENTUM, SCHEDULES, schedule
 
 DTYPES = {"fp32": "float32", "float32": "float32", "fp16": "float16", "float16": "float16"}
 DTYPES |= {"bf16": "bfloat16", "bfloat16": "bfloat16"}
-TRAIN, MICRO, ACCUMULATION = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
-PARAMS = "optimizer.params"
+TRAIN = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
 Size = int | None
 NEVER = 10**9  # steps
-CONSTANT: dict[str, Any] = {"lr_schedule": "constant", "lr_warmup_fraction": 0.0}
 
 
 def solve_batch(train: Size, micro: Size, accumulation: Size, ranks: Size) -> tuple[Size, Size]:
@@ -36,13 +28,17 @@ def solve_batch(train: Size, micro: Size, accumulation: Size, ranks: Size) -> tu
         if not is_determined:
             return None, micro
         return product, micro
+    # all four are given: they must agree
     if len(known) == 3 and train != product:
         raise ValueError(
             f"{TRAIN}={train} is not {product_text} = {product}; use {product}, or leave one of the sizes out"
         )
     if train % product:
         below = train // product * product
-        nearest = f"{below} or {below + product}" if train > product else f"{product}"
+        if train > product:
+            nearest = f"{below} or {below + product}"
+        else:
+            nearest = f"{product}"
         raise ValueError(
             f"{TRAIN}={train} is no multiple of {product_text} = {product}; use {nearest}"
         )
@@ -89,7 +85,8 @@ def batch(reader: ConfigReader) -> None:
 def zero(reader: ConfigReader) -> None:
     """ZeRO's stage, offload, buckets and copies."""
     section = "zero_optimization"
-    if isinstance(reader.unread.get(section), bool):  # the form of early versions
+    # the form of early versions
+    if isinstance(reader.unread.get(section), bool):
         reader.map_to(section, "data_parallel", zero_stage=int(reader.value(section)))
     elif not reader.is_unresolved_auto(f"{section}.stage"):
         stage = reader.value(f"{section}.stage", int)
@@ -105,7 +102,8 @@ def zero(reader: ConfigReader) -> None:
 
     # MiCS: shards within groups of ranks, copies across them
     key = f"{section}.mics_shard_size"
-    shard_size, ranks = reader.value(key, int), reader.data_ranks
+    shard_size = reader.value(key, int)
+    ranks = reader.data_ranks
     if shard_size is None:
         return
     if shard_size < 1:
@@ -120,7 +118,8 @@ def zero(reader: ConfigReader) -> None:
 
 def _offload(reader: ConfigReader) -> None:
     """Where optimizer states live: on the device, in host memory, or in files."""
-    section, old_key = "zero_optimization.offload_optimizer", "zero_optimization.cpu_offload"
+    section = "zero_optimization.offload_optimizer"
+    old_key = "zero_optimization.cpu_offload"
     device = reader.value(f"{section}.device", str)
     if device == "cpu" or (device is None and reader.value(old_key)):
         key = f"{section}.device" if device else old_key
@@ -203,187 +202,6 @@ def _loss_scale(reader: ConfigReader) -> None:
         reader.report_support("fp16.min_loss_scale", minimum == 1, reason)
 
 
-def optimizer(reader: ConfigReader) -> None:
-    """The optimizer and its numbers; what the file does not set has DeepSpeed's default."""
-    name = reader.value("optimizer.type", str)
-    kinds = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "muon": "muon", "lion": "lion"}
-    if name is not None and name.lower() not in kinds:
-        reader.report(
-            "optimizer.type", "unsupported", f"known: {', '.join(kinds)}; the optimizer stays ours"
-        )
-        for key in [key for key in reader.unread if key.startswith(f"{PARAMS}.")]:
-            reader.report(key, "unsupported", f"of optimizer.type={name}")
-        return
-    kind = kinds[name.lower()] if name is not None else None
-    is_adam = name is not None and name.lower() == "adam"
-    plain_adam = (
-        is_adam and reader.value(f"{PARAMS}.adam_w_mode") is False
-    )  # weight decay through the moments
-    if kind is not None:
-        reader.map_to("optimizer.type", "optimizer", optimizer=kind)
-        is_torch_adamw = kind == "adamw" and reader.value(f"{PARAMS}.torch_adam") and not plain_adam
-        _weight_decay(reader, 0.01 if is_torch_adamw else 0.0, plain_adam)
-    if kind == "muon":
-        _muon(reader)
-    reader.map_field(f"{PARAMS}.lr", "optimizer", "lr", float)
-    reader.map_field(f"{PARAMS}.eps", "optimizer", "adam_eps", float)
-    betas = reader.value(f"{PARAMS}.betas")
-    if betas is not None:  # a pair, two fields here
-        if not (isinstance(betas, Sequence) and len(betas) == 2):
-            raise ValueError(f"{PARAMS}.betas={betas!r} must be 2 numbers; give both")
-        owner = "lion" if kind == "lion" else "adam"
-        fields = {f"{owner}_beta1": betas[0], f"{owner}_beta2": betas[1]}
-        reader.map_to(f"{PARAMS}.betas", "optimizer", **fields)
-    # DeepSpeed's SGD has no momentum by default, ours has
-    if kind == "sgd" or f"{PARAMS}.momentum" in reader.unread:
-        reader.map_to(
-            f"{PARAMS}.momentum",
-            "optimizer",
-            momentum=reader.value(f"{PARAMS}.momentum", float) or 0.0,
-        )
-
-    # options that we have in one form only
-    for key, supported, reason in (
-        ("bias_correction", True, "moments are always corrected"),
-        ("amsgrad", False, "the largest second moment is not kept"),
-        ("maximize", False, "the loss is made small"),
-        ("nesterov", kind == "muon", "momentum is the plain one, of Muon Nesterov's"),
-        ("dampening", 0, "momentum is not dampened"),
-    ):
-        value = reader.value(f"{PARAMS}.{key}")
-        if value is not None:
-            reader.report_support(f"{PARAMS}.{key}", value == supported, reason)
-
-
-def _weight_decay(reader: ConfigReader, default: float, plain_adam: bool) -> None:
-    """Weight decay of every parameter, as in DeepSpeed; `default`: where the file does not say how much."""
-    key = f"{PARAMS}.weight_decay"
-    if reader.is_unresolved_auto(key):
-        reader.fields["optimizer"]["weight_decay_of"] = "all"
-    else:
-        decay = reader.value(key, float)
-        if decay is None:
-            decay = default
-        fields: dict[str, Any] = {"weight_decay": decay}
-        if decay:
-            fields["weight_decay_of"] = "all"
-        reader.map_to(key, "optimizer", **fields)
-        if plain_adam and decay:
-            reader.report(
-                f"{PARAMS}.adam_w_mode",
-                "unsupported",
-                "decay is decoupled; use AdamW, or a decay of 0",
-            )
-    if f"{PARAMS}.adam_w_mode" in reader.unread:
-        reason = "nothing decays" if plain_adam else "decay is AdamW's"
-        reader.report(f"{PARAMS}.adam_w_mode", "mapped", reason)
-
-
-def _muon(reader: ConfigReader) -> None:
-    """Muon in Keller Jordan's form, as in DeepSpeed: its scaling of the rate, its and Adam's defaults."""
-    reader.fields["optimizer"] |= {
-        "muon_lr": "original",
-        "muon_except": "embed,lm_head",
-        "momentum": 0.95,
-    }
-    reader.fields["optimizer"] |= {"adam_beta2": 0.95, "adam_eps": 1e-10}
-    common_lr, is_open = (
-        reader.value(f"{PARAMS}.lr", float),
-        reader.is_unresolved_auto(f"{PARAMS}.lr"),
-    )
-    muon_lr, adam_lr = (reader.value(f"{PARAMS}.{key}", float) for key in ("muon_lr", "adam_lr"))
-    if muon_lr is not None or not is_open:
-        # each rate of its own, else the common one, else DeepSpeed's default
-        muon_lr = _first_known(muon_lr, common_lr, 0.02)
-        adam_lr = _first_known(adam_lr, common_lr, 3e-4)
-        key = f"{PARAMS}.muon_lr"
-        if key not in reader.unread:
-            key = f"{PARAMS}.lr"
-        reader.map_to(key, "optimizer", lr=muon_lr)
-        if adam_lr != muon_lr:
-            remedy = "ShardedMuon(groups=[{'names': ..., 'lr': ...}])"
-            reason = f"1 rate for all, {muon_lr:g}; for {adam_lr:g} beside it {remedy}"
-            reader.report(f"{PARAMS}.adam_lr", "unsupported", reason)
-        for key in ("lr", "adam_lr"):
-            if f"{PARAMS}.{key}" in reader.unread:
-                reader.report(f"{PARAMS}.{key}", "mapped", f"optimizer.lr={muon_lr}")
-    if f"{PARAMS}.ns_method" in reader.unread:
-        reader.report(
-            f"{PARAMS}.ns_method",
-            "ignored",
-            "five steps of Newton and Schulz, in torch.optim.Muon's form",
-        )
-
-
-def _first_known(*values: float | None) -> float:
-    return next(value for value in values if value is not None)
-
-
-def scheduler(reader: ConfigReader) -> None:
-    """One of DeepSpeed's five learning rate schedules, if all its numbers are known."""
-    name, prefix = reader.value("scheduler.type", str), "scheduler.params."
-    keys = [key for key in reader.unread if key.startswith(prefix)]
-    if name is None and reader.fields.get("optimizer", {}).get("optimizer") is None:
-        return  # the script makes both
-    reader.fields.setdefault("optimizer", {}).update(
-        CONSTANT
-    )  # our own default is cosine with warmup
-    if name is None:
-        reader.report("scheduler.type", "mapped", "optimizer.lr_schedule=constant")
-        return
-    if name not in SCHEDULES:
-        reader.report(
-            "scheduler.type", "unsupported", f"known: {', '.join(SCHEDULES)}; the rate is constant"
-        )
-        for key in keys:
-            reader.report(key, "unsupported", f"of scheduler.type={name}")
-        return
-
-    # the schedule's own numbers are passed on under DeepSpeed's names
-    options: dict[str, Any] = {}
-    steps_are_missing = False
-    for key in keys:
-        option, value = key.removeprefix(prefix), reader.value(key)
-        if option == "last_batch_iteration":
-            reason = "the optimizer's step count is where the schedule is"
-            reader.report(key, "ignored" if value in (None, -1) else "unsupported", reason)
-        elif reader.is_unresolved_auto(key) and option.endswith("num_steps"):
-            steps_are_missing = True
-            reader.report(
-                key, "unsupported", f"left to Hugging Face's Trainer: give auto={{{key!r}: ...}}"
-            )
-        elif reader.is_unresolved_auto(key) and (name, option) == (
-            "WarmupDecayLR",
-            "warmup_max_lr",
-        ):
-            options[option] = "auto"  # the optimizer's rate; DeepSpeed's default is 0.001
-            reader.report(
-                key, "mapped", "optimizer.lr_schedule_options[warmup_max_lr]=auto, optimizer.lr"
-            )
-        elif name == "OneCycle" and (option in MOMENTUM or (option == "cycle_momentum" and value)):
-            reader.report(key, "unsupported", "the momentum has 1 value for the whole run")
-        elif not reader.is_unresolved_auto(key):
-            options[option] = value
-            reader.report(key, "mapped", f"optimizer.lr_schedule_options[{option}]={value}")
-    if steps_are_missing:
-        reader.report(
-            "scheduler.type",
-            "unsupported",
-            "its number of steps is not known; the rate is constant",
-        )
-        return
-    if name == "OneCycle" and "scheduler.params.cycle_momentum" not in keys:
-        reader.report(
-            "scheduler.params.cycle_momentum",
-            "unsupported",
-            "the momentum has 1 value for the whole run",
-        )
-    # raises for options that the schedule does not have
-    schedule(name, options, reader.fields.get("optimizer", {}).get("lr", OptimizerConfig().lr))
-    reader.fields.setdefault("optimizer", {})["lr_schedule_options"] = options
-    reader.map_to("scheduler.type", "optimizer", lr_schedule=name)
-
-
 def others(reader: ConfigReader) -> None:
     """Gradient clipping, monitors, logging, and sizes of the other axes."""
     clip = reader.value("gradient_clipping", float)
@@ -395,7 +213,8 @@ def others(reader: ConfigReader) -> None:
     ):
         note = ""
         if clip is None:
-            clip, note = 1.0, ", DeepSpeed's default (in older versions 0): better say it"
+            clip = 1.0
+            note = ", DeepSpeed's default (in older versions 0): better say it"
         reader.map_to("gradient_clipping", "optimizer", clip_grad=clip, note=note)
     _monitors(reader)
     key = "steps_per_print"

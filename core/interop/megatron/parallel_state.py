@@ -67,6 +67,7 @@ def initialize_model_parallel(
 
     Raises ValueError: an argument that asks for groups which are not here; sizes that do not fit the world.
     """
+    # a size of 1, or an option that is off, asks for nothing
     unsupported = [name for name, value in more.items() if value not in (None, False, 1)]
     if unsupported:
         raise ValueError(

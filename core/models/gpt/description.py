@@ -68,7 +68,8 @@ def described(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError: a spec or a function of the user's own, facts that this version does not know.
     """
     try:
-        spec, config = _spec(values["transformer_layer_spec"]), _config(values["config"])
+        spec = _spec(values["transformer_layer_spec"])
+        config = _config(values["config"])
         sizes = {name: values[name] for name in ("vocab_size", "max_sequence_length")}
         tied = bool(values["share_embeddings_and_output_weights"])
     except (KeyError, TypeError, AttributeError) as error:
@@ -103,7 +104,8 @@ def _value(value: Any) -> Any:
         return _values(type(value), value)
     if isinstance(value, tuple):
         return [_value(one) for one in value]
-    if callable(value):  # an activation: by our name, or by one that nobody has
+    # an activation: by our name, or by one that nobody has
+    if callable(value):
         own = f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
         return next((name for name, function in ACTIVATIONS.items() if function is value), own)
     return value

@@ -38,6 +38,7 @@ class GPTEmbedding(nn.Module):
             build.config.hidden_size,
             place=build.place,
             init=Init(std=build.config.init_method_std),
+            # its gradient is a part of the sum over the two copies of the table
             partial=frozenset({"embedding"}) if tied_across_stages else frozenset(),
         )
         self.position_embeddings = (
@@ -51,6 +52,8 @@ class GPTEmbedding(nn.Module):
         self.dropout = residual_dropout(build, "embedding") if spec else None
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        # from here on the sequence comes first, as in Megatron: sequence parallelism then cuts the outermost
+        # dim
         x = self.word_embeddings(tokens.t().contiguous())
         if self.multiplier != 1.0:
             x = x * self.multiplier
@@ -70,15 +73,23 @@ class OutputLayer(SpreadModule):
 
     def __init__(self, build: Build, vocab_size: int, *, tied: bool) -> None:
         super().__init__()
-        place, config = build.place, build.config
+        place = build.place
+        config = build.config
         layout = vocab_layout(vocab_size, config.hidden_size, place.tp)
-        self.weight = None if tied else place.parameter(layout, Init(std=config.init_method_std))
-        self.stage, self.comm, self.group = place.stage, place.column_comm(), place.group
-        self.columns, self.tells_of_columns = layout.padded_shape()[0] // place.tp, place.tp > 1
+        if tied:
+            self.weight = None
+        else:
+            self.weight = place.parameter(layout, Init(std=config.init_method_std))
+        self.stage = place.stage
+        self.comm = place.column_comm()
+        self.group = place.group
+        self.columns = layout.padded_shape()[0] // place.tp
+        self.tells_of_columns = place.tp > 1
 
     def forward(
         self, x: Tensor, weight: Parameter | None = None, *, within_model: bool = False
     ) -> Tensor:
+        # once: a user who calls it in every step is told in the first
         if not within_model and self.tells_of_columns:
             self.tells_of_columns = False
             warnings.warn(
@@ -87,6 +98,7 @@ class OutputLayer(SpreadModule):
                 ".transpose(0, 1)) gives all, [b, s, v]",
                 stacklevel=4,
             )
+        # a tied table lives in the embedding; it is passed in each time, so that it has one owner
         table = self.weight if weight is None else weight
         assert table is not None
         return deferred_linear(x, table, stage=self.stage, comm=self.comm)
@@ -118,5 +130,6 @@ def mask_padding(logits: Tensor, vocab_size: int, rank: int, tp: int) -> Tensor:
     valid = max(0, min(size, vocab_size - rank * size))
     if valid == size:
         return logits
+    # the minimum instead of -inf: arithmetic on it gives no NaN
     padding = torch.arange(size, device=logits.device) >= valid
     return logits.masked_fill(padding, torch.finfo(logits.dtype).min)

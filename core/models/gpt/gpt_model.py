@@ -1,16 +1,13 @@
 """GPTModel: embedding, transformer layers, output layer; whole, or the part of it that one pipeline stage holds."""
 
-import warnings
 from dataclasses import replace
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.autograd import StageContext
 from core.context_parallel import Documents, begin_of_rows, visible_mask
 from core.context_parallel.row_sums import RowSums
-from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, checked_chunk, mask_padding
 from core.models.gpt.inputs import (
     FirstInputs,
@@ -22,13 +19,10 @@ from core.models.gpt.inputs import (
     one_of_two,
     refuse_transforms,
 )
-from core.models.lora.config import LoraConfig
+from core.models.gpt.weights import ModelWeights
 from core.parallel_state import (
     ParallelState,
     current_state,
-    initialize_parameters,
-    layout_of,
-    mix32,
     seeded,
 )
 from core.parallel_state.collectives import broadcast
@@ -55,7 +49,7 @@ from core.transformer.transformer_config import TransformerConfig
 CPU = torch.device("cpu")
 
 
-class GPTModel(nn.Module):
+class GPTModel(ModelWeights):
     """A decoder-only language model, split over the tensor ranks of a parallel state.
 
     config: the model's facts. transformer_layer_spec: the parts of its layers.
@@ -76,10 +70,6 @@ class GPTModel(nn.Module):
     device does not compute in.
     """
 
-    awaits_checkpoint = (
-        False  # whether its weights are no numbers yet, because a checkpoint will fill them
-    )
-    lora: LoraConfig | None = None  # of the adapters beside its linears
     _columns: SplitActivations | None = None  # follows split logits
 
     def __init__(
@@ -102,43 +92,33 @@ class GPTModel(nn.Module):
     ) -> None:
         super().__init__()
         self.parallel = ps = parallel if parallel is not None else current_state()
+        # both before anything is allocated
         check_layout(config, ps.config, transformer_layer_spec)
         check_dtype(ps.device, config.params_dtype)
-        self.config, self.vocab_size, self.max_sequence_length = (
-            config,
-            vocab_size,
-            max_sequence_length,
-        )
-        self.pre_process = ps.is_first_stage if pre_process is None else pre_process
-        self.post_process = ps.is_last_stage if post_process is None else post_process
-        self.tied, self.loss_chunk = share_embeddings_and_output_weights, checked_chunk(loss_chunk)
-        self.parallel_output, self.tells_of_columns = (
-            parallel_output is not False,
-            parallel_output is None,
-        )
-        self.stage, self.transformer_layer_spec = StageContext(), (spec := transformer_layer_spec)
-        self.stacks = {"decoder.layers": stack_of(config)}  # names are global, whatever the stage
+        self.config = config
+        self.vocab_size = vocab_size
+        self.max_sequence_length = max_sequence_length
+        if pre_process is None:
+            self.pre_process = ps.is_first_stage
+        else:
+            self.pre_process = pre_process
+        if post_process is None:
+            self.post_process = ps.is_last_stage
+        else:
+            self.post_process = post_process
+        self.tied = share_embeddings_and_output_weights
+        self.loss_chunk = checked_chunk(loss_chunk)
+        self.parallel_output = parallel_output is not False
+        self.tells_of_columns = parallel_output is None
+        self.stage = StageContext()
+        self.transformer_layer_spec = spec = transformer_layer_spec
+        # names are global, whatever the stage
+        self.stacks = {"decoder.layers": stack_of(config)}
         self.seed = seed if seed is not None else chosen_seed(1234)
         build = Build(config, ps, self.stage, self.seed)
-        self.place = replace(
-            build.place, filled_by_model=False
-        )  # of adapters, which come when all else is filled
-        # Tied ends on two pipeline ranks are two copies: their gradients are summed over an "embedding" group.
-        across_stages = self.tied and not (
-            ends_share_a_rank or (self.pre_process and self.post_process)
-        )
-        if self.pre_process or (self.tied and self.post_process):
-            # a tied last stage has a copy of the table only
-            embedding_spec = spec if self.pre_process else None
-            self.embedding = GPTEmbedding(
-                build,
-                embedding_spec,
-                vocab_size,
-                max_sequence_length,
-                tied_across_stages=across_stages,
-            )
-            if tied_with is not None and self.tied:
-                self.embedding.word_embeddings.weight = tied_with.embedding.word_embeddings.weight
+        # of adapters, which come when all else is filled
+        self.place = replace(build.place, filled_by_model=False)
+        self._build_embedding(build, ends_share_a_rank, tied_with)
         # Every stage has the rotary tables: they are computed, not stored, and attention is on every stage.
         self.rotary = spec.rotary(build, max_sequence_length) if spec.rotary is not None else None
         numbers = layers if layers is not None else stage_layers(config.num_layers, ps)
@@ -146,59 +126,46 @@ class GPTModel(nn.Module):
         self.output_layer = (
             OutputLayer(build, vocab_size, tied=self.tied) if self.post_process else None
         )
-        # Under sequence parallelism each rank sees its share of the rows, so replicated parameters of a user's own
-        # modules have partial gradients, too; ours say so in their layouts.
-        if self.place.splits_sequence:
-            sum_gradients_of_foreign(self, self.place.group)
         self.draws = config.hidden_dropout > 0 or config.attention_dropout > 0
-        self._first_inputs, self._row_sums, self._warned_of_shards = (
-            FirstInputs(),
-            RowSums(ps.group("cp"), replicas=ps.size("dp")),
-            False,
-        )
-        experts = ps.group("ep") if config.num_moe_experts is not None else None
-        self._watch = split_watch(
-            self.place.group, experts, sums_foreign=self.place.splits_sequence
-        )
-        keep_layouts(self)
-        watch_optimizers(self)
+        self._follow_use()
         self._initialize()
         if self._watch is not None:
-            self._watch.observe(self)  # initial values by hand, sizes read for a rule of one's own
+            # until the first forward: initial values by hand, sizes read for a rule of one's own
+            self._watch.observe(self)
 
-    def init_weights(self) -> None:
-        """Fill every parameter with its initial values again, after `to_empty` above all.
-
-        Modules of your own are filled by their `reset_parameters`. Raises ValueError: one without that method.
-        """
-        for name, submodule in self.named_modules():
-            without_initial = [
-                p
-                for p in submodule.parameters(recurse=False)
-                if getattr(p, "initial", None) is None
-            ]
-            if not without_initial:
-                continue
-            reset = getattr(submodule, "reset_parameters", None)
-            if reset is None:
-                raise ValueError(
-                    f"{name} ({type(submodule).__name__}) has {len(without_initial)} parameters and no "
-                    "reset_parameters(): nobody can fill it; add the method, or load a checkpoint"
-                )
-            with seeded(without_initial[0].device, mix32(self.seed, "parts", name)):
-                reset()
-        self._initialize()
-
-    @property
-    def draws_on_cpu(self) -> bool:
-        """Whether initial values are drawn on the CPU, the same ones for every kind of device."""
-        return self.config.use_cpu_initialization
-
-    def _initialize(self) -> None:
-        ps, on_cpu = self.parallel, self.draws_on_cpu
-        initialize_parameters(
-            self, seed=self.seed, coordinate=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu
+    def _build_embedding(
+        self, build: Build, ends_share_a_rank: bool, tied_with: "GPTModel | None"
+    ) -> None:
+        # Tied ends on two pipeline ranks are two copies: their gradients are summed over an "embedding" group.
+        one_rank_has_both = ends_share_a_rank or (self.pre_process and self.post_process)
+        if not (self.pre_process or (self.tied and self.post_process)):
+            return
+        self.embedding = GPTEmbedding(
+            build,
+            # a tied last stage has a copy of the table only
+            self.transformer_layer_spec if self.pre_process else None,
+            self.vocab_size,
+            self.max_sequence_length,
+            tied_across_stages=self.tied and not one_rank_has_both,
         )
+        if tied_with is not None and self.tied:
+            self.embedding.word_embeddings.weight = tied_with.embedding.word_embeddings.weight
+
+    def _follow_use(self) -> None:
+        """What tells the user, in the first steps, of mistakes that raise no error; and layouts of foreign parts."""
+        ps, place = self.parallel, self.place
+        # Under sequence parallelism each rank sees its share of the rows, so replicated parameters of a user's own
+        # modules have partial gradients, too; ours say so in their layouts.
+        if place.splits_sequence:
+            sum_gradients_of_foreign(self, place.group)
+        self._first_inputs = FirstInputs()
+        self._row_sums = RowSums(ps.group("cp"), replicas=ps.size("dp"))
+        experts = None
+        if self.config.num_moe_experts is not None:
+            experts = ps.group("ep")
+        self._watch = split_watch(place.group, experts, sums_foreign=place.splits_sequence)
+        keep_layouts(self)
+        watch_optimizers(self)
 
     def forward(
         self,
@@ -243,10 +210,12 @@ class GPTModel(nn.Module):
         # once per forward from torch's generator, so that `torch.manual_seed` and torch's checkpoint work as usual.
         if self.draws and self.training and not self.stage.driven:
             self.stage.drawn = True
-            with seeded(CPU, self._drawn_seed()):  # dropout reads it from there (see Dropout.seed)
+            # dropout reads it from there (see Dropout.seed)
+            with seeded(CPU, self._drawn_seed()):
                 output = self._run_layers(s, tokens, position_ids, mask, labels)
         else:
             output = self._run_layers(s, tokens, position_ids, mask, labels)
+        # an executor knows that it sums over the ranks; in a loop of the user's own, mistakes are looked for
         in_plain_loop = (
             output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
         )
@@ -344,28 +313,6 @@ class GPTModel(nn.Module):
         gathered = gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
         self._row_sums.mark_gathered(gathered)
         return gathered
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As torch's: this rank's shards. Warns, once, where tensor ranks hold others."""
-        if self._watch is not None and not self._warned_of_shards:
-            self._warned_of_shards = True
-            warnings.warn(
-                f"state_dict() holds the parts of tensor rank {self.place.rank} of {self.place.tp}, expert rank "
-                f"{self.parallel.index('ep')} of {self.parallel.size('ep')}: one rank's file "
-                "(torch.distributed.checkpoint writes one, too) loses the others'. Use dist_checkpointing.save("
-                "model.sharded_state_dict(), directory), or a file per rank",
-                stacklevel=2,
-            )
-        state: dict[str, Any] = super().state_dict(*args, **kwargs)
-        return state
-
-    def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
-        """name -> this rank's shard of each parameter, for `dist_checkpointing.save` and `load`; live memory."""
-        return sharded_state_dict(self, self.parallel, prefix=prefix)
-
-    def num_parameters(self) -> int:
-        """True parameters of the part of the model that all tensor ranks of this stage hold together."""
-        return sum(layout_of(p).numel for p in self.parameters())
 
     def _check(
         self,

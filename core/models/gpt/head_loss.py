@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from core.autograd import Comm, StageContext, main_grad_of
 from core.autograd.gradients import delivers, no_second_derivative, overwritten
 from core.autograd.products import add_product
-from core.autograd.recomputation.region import recomputed_region
+from core.autograd.recomputation.two_runs import recomputed_region
 from core.parallel_state.collectives import Group, all_gather
 from core.tensor_parallel.cross_entropy import compute_dtype, exp_sums, logits_to_gradient
 
@@ -41,7 +41,8 @@ class _Labels:
         self, labels: Tensor, columns: int, group: Group | None, vocab: int, ignore: int
     ) -> None:
         first = group.rank * columns if group is not None else 0
-        self.true_columns = max(0, min(columns, vocab - first))  # the last ranks may hold padding
+        # the last ranks may hold padding
+        self.true_columns = max(0, min(columns, vocab - first))
         self.counted = labels != ignore
         local = labels - first
         self.is_local = (local >= 0) & (local < self.true_columns) & self.counted
@@ -77,63 +78,92 @@ class _HeadLoss(torch.autograd.Function):
         chunk: int,
         ignore: int,
     ) -> Tensor:
-        kind, matrix, held = x.device.type, weight, x
-        if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
-            held = x.to(torch.get_autocast_dtype(kind))
+        # autocast does not reach into a Function: it must cast its inputs itself
+        device_type = x.device.type
+        matrix = weight
+        held = x
+        if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+            held = x.to(torch.get_autocast_dtype(device_type))
             matrix = weight.to(held.dtype)  # type: ignore[assignment]
-        whole = comm.before_forward(held) if comm.before_forward is not None else held
-        flat, dtype = whole.reshape(-1, whole.shape[-1]), compute_dtype(held.dtype)
-        found = _Labels(labels.reshape(-1), weight.shape[0], group, vocab, ignore)
-        local = torch.empty(
-            3, flat.shape[0], dtype=dtype, device=x.device
-        )  # max, sum of exponentials, label's logit
-        for rows, logits in _chunks(flat, matrix, chunk, found.true_columns):
-            local[2, rows] = logits.gather(1, found.local[rows, None])[:, 0].to(dtype)
+        if comm.before_forward is not None:
+            gathered = comm.before_forward(held)
+        else:
+            gathered = held
+        flat = gathered.reshape(-1, gathered.shape[-1])
+        dtype = compute_dtype(held.dtype)
+        label_columns = _Labels(labels.reshape(-1), weight.shape[0], group, vocab, ignore)
+        # max, sum of exponentials, label's logit
+        local = torch.empty(3, flat.shape[0], dtype=dtype, device=x.device)
+        for rows, logits in _chunks(flat, matrix, chunk, label_columns.true_columns):
+            local[2, rows] = logits.gather(1, label_columns.local[rows, None])[:, 0].to(dtype)
             local[0, rows], local[1, rows] = exp_sums(logits)
-        local[2].masked_fill_(~found.is_local, 0)
+        local[2].masked_fill_(~label_columns.is_local, 0)
         per_rank = all_gather(local[None], group)  # [tp, 3, n]
+        # each rank's sums are relative to its own maximum; here they become relative to that of the whole row
         row_max = per_rank[:, 0].amax(0)
         logsumexp = (per_rank[:, 1] * (per_rank[:, 0] - row_max).exp()).sum(0).log() + row_max
-        loss = (logsumexp - per_rank[:, 2].sum(0)).masked_fill_(~found.counted, 0)
+        loss = (logsumexp - per_rank[:, 2].sum(0)).masked_fill_(~label_columns.counted, 0)
         ctx.save_for_backward(held, logsumexp)
-        ctx.weight, ctx.labels, ctx.version, ctx.bag = weight, found, weight._version, stage.bag
-        ctx.comm, ctx.chunk, ctx.dtype, ctx.region = comm, chunk, x.dtype, recomputed_region.get()
+        ctx.weight = weight
+        ctx.labels = label_columns
+        ctx.version = weight._version
+        ctx.bag = stage.bag
+        ctx.comm = comm
+        ctx.chunk = chunk
+        ctx.dtype = x.dtype
+        ctx.region = recomputed_region.get()
         return loss.view(labels.shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise no_second_derivative("the output layer's loss in chunks")
-        weight, comm, found = ctx.weight, ctx.comm, ctx.labels
+        weight = ctx.weight
+        comm = ctx.comm
+        label_columns = ctx.labels
         if weight._version != ctx.version:
             raise overwritten(weight, ctx.version)
         held, logsumexp = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
-        x = comm.before_forward(held) if comm.before_forward is not None else held
-        flat, matrix = x.reshape(-1, x.shape[-1]), weight.detach().to(x.dtype)
-        grad_loss = gradient.reshape(-1).to(logsumexp.dtype) * found.counted
+        if comm.before_forward is not None:
+            x = comm.before_forward(held)
+        else:
+            x = held
+        flat = x.reshape(-1, x.shape[-1])
+        matrix = weight.detach().to(x.dtype)
+        grad_loss = gradient.reshape(-1).to(logsumexp.dtype) * label_columns.counted
+        # with a main_grad, chunks add their products straight into it; else they need a sum of their own for
+        # autograd
         past_autograd = wants_dw and delivers(ctx, weight, ctx.region)
         target = main_grad_of(weight) if past_autograd else None
         dw = target
         if wants_dw and dw is None:
             dw = torch.zeros(weight.shape, dtype=compute_dtype(x.dtype), device=x.device)
         dx = torch.empty_like(flat) if wants_dx else None
-        for rows, logits in _chunks(flat, matrix, ctx.chunk, found.true_columns):
+        for rows, logits in _chunks(flat, matrix, ctx.chunk, label_columns.true_columns):
             logits_to_gradient(
-                logits, logsumexp[rows], grad_loss[rows], found.local[rows], found.is_local[rows]
+                logits,
+                logsumexp[rows],
+                grad_loss[rows],
+                label_columns.local[rows],
+                label_columns.is_local[rows],
             )
             if dx is not None:
                 torch.mm(logits, matrix, out=dx[rows])
             if dw is not None:
                 add_product(dw, flat[rows], logits)
+        # W has nothing to compute, but who counts gradients is told of this parameter there
         if target is not None and ctx.bag is not None and ctx.bag.open:
             ctx.bag.put(_Arrived(weight))
         if dx is not None:
+            # of this rank's columns only: the sum over tensor ranks, or this rank's rows of it
             dx = dx.view(x.shape)
             dx = (comm.after_backward(dx).wait() if comm.after_backward is not None else dx).to(
                 ctx.dtype
             )
-        returned = dw.to(weight.dtype) if target is None and dw is not None else None
+        returned = None
+        if target is None and dw is not None:
+            returned = dw.to(weight.dtype)
         return dx, returned, None, None, None, None, None, None, None
 
 

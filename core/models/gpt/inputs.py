@@ -10,7 +10,8 @@ from core.parallel_state import ContextRows, ParallelState
 from core.parallel_state.collectives import Group, all_gather, all_gather_objects
 from core.parallel_state.environment import reading_waits
 
-_TOLD = 512  # bytes of a message that context ranks tell each other
+# bytes of a message that context ranks tell each other
+_TOLD = 512
 
 
 def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
@@ -26,10 +27,15 @@ def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = 
     lowest, highest = torch.aminmax(values)
     if lowest >= 0 and highest < size:
         return
+    # ignored labels (-100) are below 0: only now, on the way to an error, are they told apart
     invalid = values[(values < 0) | (values >= size)]
-    invalid = invalid[invalid != ignored] if ignored is not None else invalid
+    if ignored is not None:
+        invalid = invalid[invalid != ignored]
     if invalid.numel():
-        second_value = "" if ignored is None else f", or {ignored} to leave a token out"
+        if ignored is None:
+            second_value = ""
+        else:
+            second_value = f", or {ignored} to leave a token out"
         raise ValueError(f"{name} holds {int(invalid[0])}, valid are 0 to {size - 1}{second_value}")
 
 
@@ -105,11 +111,13 @@ def check_context(
     s: int, ranks: int, position_ids: Tensor | None, attention_mask: Tensor | None
 ) -> None:
     """Raise ValueError for rows [b, s] of one of `ranks` context ranks that do not say which rows they are."""
+    # s is this rank's share, of an early and a late chunk
     if s % 2:
         raise ValueError(
             f"{s} rows on each of {ranks} context ranks: a sequence is cut into {2 * ranks} chunks, of which each "
             f"rank holds 2; use sequences of a multiple of {2 * ranks} tokens"
         )
+    # without them each rank would embed positions 0, 1, ... of its own rows, and no error be raised
     if position_ids is None:
         raise ValueError(
             f"a batch without position_ids over context={ranks} ranks: its {s} rows are not rows 0 to {s - 1}; "
@@ -131,13 +139,17 @@ def check_documents(
     layer. All-gather of 512 bytes over cp.
     """
     problem = _problem_of_documents(document_begin, shape, ContextRows.of_state(ps), attention_mask)
+    # an accelerator asserts asynchronously instead: nobody waits there
     group = ps.group("cp") if ps.device.type == "cpu" else None
     if group is not None:
         text = (problem or "").encode()[:_TOLD]
         told = all_gather(
             torch.frombuffer(bytearray(text.ljust(_TOLD, b"\0")), dtype=torch.uint8)[None], group
         )
-        texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in told] if told.any() else []
+        if told.any():
+            texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in told]
+        else:
+            texts = []
         problem = "; ".join(
             f"rank {rank}: {text}" for rank, text in zip(group.ranks, texts, strict=False) if text
         )
@@ -155,6 +167,7 @@ def _problem_of_documents(
         return f"document_begin must be int64 [b, s] = {shape}, got {found}"
     numbers = rows.rows(shape[1] * rows.size).to(document_begin.device)
     wrong = (document_begin > numbers) | (document_begin < 0)
+    # attention leaves whole ranges of keys out, which needs begins that ascend
     wrong[:, 1:] |= document_begin[:, 1:] < document_begin[:, :-1]
     if document_begin.device.type != "cpu":
         torch._assert_async(~wrong.any(), "document_begin after its token, or decreasing")
@@ -188,6 +201,7 @@ class FirstInputs:
         if self._context_seen:
             return
         self._context_seen = True
+        # a hash, so that the message stays small whatever the batch
         rows = torch.cat((tokens.flatten(), position_ids.flatten())).cpu().numpy().tobytes()
         of_ranks = all_gather_objects((hashlib.sha256(rows).hexdigest(), packed), group)
         with_documents = [rank for rank, (_, has) in zip(group.ranks, of_ranks, strict=True) if has]
@@ -218,6 +232,7 @@ class FirstInputs:
                 )
         if attention_mask is not None and not self._mask_seen:
             self._mask_seen = True
+            # PyTorch users mean True = keep, or give a padding mask alone: then the future is visible
             if not attention_mask.triu(1).eq(torch.ones_like(attention_mask).triu(1)).all():
                 warnings.warn(
                     "attention_mask lets tokens see later ones: a mask of your own takes the place of the causal one "

@@ -25,6 +25,7 @@ def split_layers(
     """
     if costs is None:
         layer_costs, output_cost = multiplications_per_token(config, vocab_size, sequence_length)
+        # by their matmuls, in which most of a stage's time goes
         costs = [*map(float, layer_costs), float(output_cost)]
     if len(costs) != config.num_layers + 1:
         raise ValueError(
@@ -54,18 +55,10 @@ def gpt_stages(
     `more`: as for GPTModel. Raises ValueError: layers that are not all of them, a placement for other ranks.
     """
     ps = parallel if parallel is not None else current_state()
-    ranks, tied = ps.size("pp"), share_embeddings_and_output_weights
-    if set(placement) != set(range(ranks)):
-        raise ValueError(
-            f"the placement {tuple(placement)} is for ranks {sorted(set(placement))}, the grid has {ranks} pipeline "
-            "ranks; every one of them needs a stage"
-        )
+    ranks = ps.size("pp")
+    tied = share_embeddings_and_output_weights
+    _refuse_placement(placement, ranks, tied=tied)
     end_ranks = placement[0], placement[-1]
-    if tied and end_ranks not in ((0, 0), (0, ranks - 1)):
-        raise ValueError(
-            f"tied embeddings need the first stage on pipeline rank 0 and the last on 0 or {ranks - 1}, the "
-            f"placement has them on {end_ranks}"
-        )
     stages = len(placement)
     if layers is None:
         layers = split_layers(config, vocab_size, max_sequence_length, stages)
@@ -88,9 +81,25 @@ def gpt_stages(
                 post_process=stage == stages - 1,
                 layers=layers_of_stage[stage],
                 share_embeddings_and_output_weights=tied,
+                # stage 0 was built first, if this rank has it: the same parameter for both ends
                 tied_with=models.get(0) if 0 < stage == stages - 1 else None,
                 ends_share_a_rank=end_ranks[0] == end_ranks[1],
                 parallel=ps,
                 **more,
             )
     return models
+
+
+def _refuse_placement(placement: Sequence[int], ranks: int, *, tied: bool) -> None:
+    if set(placement) != set(range(ranks)):
+        raise ValueError(
+            f"the placement {tuple(placement)} is for ranks {sorted(set(placement))}, the grid has {ranks} pipeline "
+            "ranks; every one of them needs a stage"
+        )
+    end_ranks = placement[0], placement[-1]
+    # the embedding group is made of these pipeline ranks
+    if tied and end_ranks not in ((0, 0), (0, ranks - 1)):
+        raise ValueError(
+            f"tied embeddings need the first stage on pipeline rank 0 and the last on 0 or {ranks - 1}, the "
+            f"placement has them on {end_ranks}"
+        )

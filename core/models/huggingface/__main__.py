@@ -10,12 +10,12 @@ from typing import Any
 from core.dist_checkpointing.reading.lazy import lazy_tensors
 from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.tools.console import progress, say, size_text
-from core.models.huggingface.adapters import export_adapters
 from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.families import FAMILIES
 from core.models.huggingface.family.others import OTHERS
 from core.models.huggingface.importing import MODEL, import_huggingface
 from core.models.huggingface.sources import Folder
+from core.models.lora.peft_folder import export_adapters
 
 
 def _import(options: argparse.Namespace) -> int:

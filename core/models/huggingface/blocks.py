@@ -81,7 +81,8 @@ def _qkv_shape(columns: Shape, config: TransformerConfig) -> Shape:
 
 
 def _qkv_starts(config: TransformerConfig) -> tuple[int, int, int]:
-    queries, keys = config.num_attention_heads * config.head_size, config.groups * config.head_size
+    queries = config.num_attention_heads * config.head_size
+    keys = config.groups * config.head_size
     return 0, queries, queries + keys
 
 

@@ -51,7 +51,8 @@ def write_companions(
 
 def _copy_tokenizer(tokenizer: Mapping[str, Any], folder: Path) -> None:
     """`tokenizer.json` of the run, and the little that AutoTokenizer needs beside it."""
-    path, end = Path(tokenizer["path"]), tokenizer["end_of_text"]
+    path = Path(tokenizer["path"])
+    end = tokenizer["end_of_text"]
     if not path.is_file():
         warnings.warn(
             f"the run's tokenizer {path} is not there; put tokenizer.json into {folder.name}",

@@ -40,7 +40,8 @@ from core.parallel_state.flat import intersect
 from core.parallel_state.modules import Modules, modules_of
 
 FILE_BYTES = 5 << 30  # as transformers' own files
-PROMPTS, PROMPT_LENGTH = 4, 16
+PROMPTS = 4
+PROMPT_LENGTH = 16
 TOLERANCE = 1e-4  # of float32 logits, relative to the largest
 
 
@@ -62,7 +63,8 @@ def export_huggingface(
     says nothing of its model, a fact that no family has, logits that differ. ImportError: `check` without
     transformers.
     """
-    form, stored = _form_of_checkpoint(checkpoint, source), lazy_tensors(checkpoint)
+    form = _form_of_checkpoint(checkpoint, source)
+    stored = lazy_tensors(checkpoint)
     if "lora" in open_stored(checkpoint).run:
         return _export_adapted(checkpoint, folder, source, form, check, file_bytes, progress)
     in_order: Iterator[Tensor] = iter(())
@@ -72,14 +74,14 @@ def export_huggingface(
     }
     ours = Parameters(form, arrays, str(checkpoint), lambda part: next(in_order))
     files = tensors_by_file(ours.their_tensors(), file_bytes)
+    # the files are written in this order, so each parameter is read once, and while the one before is written
     parts = ours.reads(tensor for tensors in files for tensor in tensors)
     with ExitStack() as opened:
         temporary = _new_folder(opened, folder, files)
         in_order = read_in_order([(stored[part.key], part.layer) for part in parts])
         write_files(temporary, files, ours.values_of, progress)
-        assert (
-            next(in_order, None) is None
-        )  # the end is where it raises if a file is not the one that was saved
+        # the end is where it raises if a file is not the one that was saved
+        assert next(in_order, None) is None
         form.companions(temporary, files[0][0].dtype)
         if check:
             return _largest_difference(temporary, _in_float32(checkpoint, form.model))
@@ -124,16 +126,16 @@ def _export_adapted(
 
 def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> FolderForm:
     run = open_stored(checkpoint).run
-    said: Any = run.get("model")
+    description_of_run: Any = run.get("model")
     if source is not None:
-        return form_of_source(source, said, str(checkpoint))
-    if said is None:
+        return form_of_source(source, description_of_run, str(checkpoint))
+    if description_of_run is None:
         raise ValueError(
             f"{checkpoint} says nothing of its model: give --source, a folder with its config.json (checkpoints of "
             "the trainer say it)"
         )
     tokenizer: Any = run.get("tokenizer")
-    return form_of_run(said, tokenizer)
+    return form_of_run(description_of_run, tokenizer)
 
 
 def _new_folder(
@@ -169,9 +171,7 @@ def save_huggingface(
     than `source` describes, a fact that no family has, a folder that is there), OSError (no space). Nothing
     half-written is left.
     """
-    parallel = (
-        model.ps if isinstance(model, DataParallel) else ps if ps is not None else default_state()
-    )
+    parallel = _state_of(model, ps)
     weights = _Gathered(model, parallel)
 
     with ExitStack() as opened:
@@ -180,11 +180,11 @@ def save_huggingface(
         def begin() -> list[tuple[str, int | None]]:
             """The order in which parameters are gathered."""
             nonlocal write
-            said = description(_gpt_of(model))
+            description_of_model = description(_gpt_of(model))
             if source is None:
-                form = form_of_run(said, tokenizer)
+                form = form_of_run(description_of_model, tokenizer)
             else:
-                form = form_of_source(source, said, "the model")
+                form = form_of_source(source, description_of_model, "the model")
             lora = _gpt_of(model).lora
             ours = Parameters(form, weights.arrays, "the model", weights.read, lora)
             files = tensors_by_file(ours.their_tensors(), file_bytes)
@@ -200,18 +200,25 @@ def save_huggingface(
                 for part in ours.reads(tensor for file in files for tensor in file)
             ]
 
+        # rank 0 decides what it writes first; all ranks must gather in that order
         weights.order = [Part(key, layer) for key, layer in from_first(begin, parallel)]
         agree(problem_of(lambda: weights.in_order(write)), parallel)
-        problem = (
-            problem_of(opened.close) if parallel.rank == 0 else None
-        )  # the folder is published here
+        # the folder is published here
+        problem = problem_of(opened.close) if parallel.rank == 0 else None
     agree(problem, parallel)
 
 
+def _state_of(model: DataParallel | Modules, ps: ParallelState | None) -> ParallelState:
+    if isinstance(model, DataParallel):
+        return model.ps
+    if ps is not None:
+        return ps
+    return default_state()
+
+
 def _gpt_of(model: DataParallel | Modules) -> GPTModel:
-    stage = next(
-        iter(modules_of(model.module if isinstance(model, DataParallel) else model).values())
-    )
+    modules = model.module if isinstance(model, DataParallel) else model
+    stage = next(iter(modules_of(modules).values()))
     if not isinstance(stage, GPTModel):
         raise ValueError(
             f"the model is a {type(stage).__name__}, a GPTModel is needed: no family of Hugging Face's is known for "
@@ -232,7 +239,8 @@ class _Gathered:
             state["model"] = sharded_state_dict(model)
         else:
             state["model"] = module_state_dict(model, ps)
-        self._save, self._ps = SavePlanner(ps, "bf16").prepare(state), ps
+        self._save = SavePlanner(ps, "bf16").prepare(state)
+        self._ps = ps
         self.arrays = {key: (info.shape, info.dtype) for key, info in self._save.arrays.items()}
         self._plans = plan_gathering(self._save.arrays, self._save.holdings, 0)
         self.order: list[Part] = []
@@ -258,9 +266,11 @@ class _Gathered:
             self.take_part()
 
     def _next(self) -> Tensor | None:
-        part, ps = self.order[self._done], self._ps
+        part = self.order[self._done]
+        ps = self._ps
         self._done += 1
         info = self._save.arrays[part.key]
+        # the plan has one cell per layer of a stack, or one for the whole array
         index = (part.layer or 0, *(0 for _ in info.shape[1:]))
         plan = self._plans[part.key, index]
         # of a stack the layers that this rank holds of it
@@ -270,17 +280,18 @@ class _Gathered:
             for shard in self._save.shards.get(part.key, ())
             if intersect(shard.box, box) is not None
         ]
-        found = None
+        gathered = None
         for _, _, _, array in owned_cells(
             plan, {part.key: info}, {part.key: shards}, ps.rank, ps.world, ps.device
         ):
             tensor = torch.from_numpy(array).view(torch_dtype(info.dtype))
-            found = (tensor if part.layer is None else tensor[0]).contiguous()
-        return found
+            gathered = (tensor if part.layer is None else tensor[0]).contiguous()
+        return gathered
 
 
 def _in_float32(checkpoint: str | Path, model_form: HuggingFaceModel) -> GPTModel:
     """The model that the checkpoint holds."""
+    # 16-bit logits would differ by rounding alone
     in_float32 = replace(model_form.config, params_dtype=torch.float32, pipeline_dtype=None)
     arguments = model_form.arguments() | {"config": in_float32}
     ours = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0).eval()
@@ -300,7 +311,8 @@ def _largest_difference(folder: Path, ours: GPTModel) -> float:
     prompts = torch.randint(
         ours.vocab_size, (PROMPTS, length), generator=torch.Generator().manual_seed(0)
     )
-    expected, actual = hf_model(prompts).logits, ours(prompts)
+    expected = hf_model(prompts).logits
+    actual = ours(prompts)
     difference = float((expected - actual).abs().max())
     largest = float(expected.abs().max())
     if not difference <= TOLERANCE * largest:

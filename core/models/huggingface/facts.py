@@ -94,6 +94,7 @@ class Facts:
 
     def get(self, name: str, default: Any = None) -> Any:
         """The field, `default` where the configuration does not say."""
+        # also where the field is missing: who asked knows of it
         self._asked.add(name)
         if isinstance(self._source, Mapping):
             return self._source.get(name, default)
@@ -101,6 +102,7 @@ class Facts:
 
     def __getitem__(self, name: str) -> Any:
         """A field that every configuration of the family has. Raises ValueError: this one has not."""
+        # None is a value that a field may have
         missing = object()
         value = self.get(name, missing)
         if value is missing:

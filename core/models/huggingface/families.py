@@ -30,6 +30,7 @@ from core.models.huggingface.rows import (
 )
 from core.parallel_state.config import raise_all
 
+# what is given below are the defaults of transformers' classes: a config.json may leave them out
 _PHI3 = LlamaLike(window="always", partial_rotary=True, dropout=True, epsilon=1e-5)
 _OLMO2 = LlamaLike(spec=olmo2_spec, attention_bias=True, qk_norm=True, epsilon=1e-5)
 _SMOLLM3 = SmolLM3(
@@ -101,6 +102,7 @@ def from_huggingface(hf: Any, *, params_dtype: torch.dtype = torch.float32) -> H
         raise ValueError(
             f"the configuration has a field of another kind than its model type: {error}"
         ) from error
+    # last, when everything that matters has been read
     if overlooked := facts.overlooked():
         warnings.warn(
             f"the configuration says {', '.join(overlooked)}, which nothing here reads; the numbers may differ from "

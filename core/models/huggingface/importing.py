@@ -52,8 +52,10 @@ def import_huggingface(
     check_new(checkpoint)
     source = Folder(folder)
     model_form = from_huggingface(folder, params_dtype=_dtype(source))
-    with torch.device("meta"):  # names, shapes and layouts, no memory
+    # names, shapes and layouts, no memory
+    with torch.device("meta"):
         model = GPTModel(**model_form.arguments(), parallel=ParallelState.single("cpu"), seed=0)
+    # all names and shapes are compared here, before hours of copying
     weights = open_weights(model, source)
     weights.check_tied(model)
     infos = {path_of(shard.key): shard.info for shard in model.sharded_state_dict().values()}
@@ -62,12 +64,11 @@ def import_huggingface(
         cell = cell_of(info)
         metadata[key] = array_metadata(info, cell, inner_shape(cell))
     attributes = {"paracore": {"format": FORMAT, "objects": {}, "derived": {}}}
-    said = description_of(
-        **model_form.arguments()
-    )  # so that it can be exported, and continued, by itself
+    # so that it can be exported, and continued, by itself
+    model_description = description_of(**model_form.arguments())
     run = {
         "imported": {"from": "huggingface", "folder": Path(folder).name},
-        "model": said,
+        "model": model_description,
         "time": time.time(),
     }
     nbytes = sum(prod(info.shape) * info.itemsize for info in infos.values())
@@ -115,6 +116,7 @@ def _cells(
     for key, info in infos.items():
         parameters: dict[int, Tensor] = {}
         for index, box in cells(info.shape, Chunking.from_metadata(metadata[key]).cell):
+            # of a stack the first dim is the layer
             layers, inner = (range(*box[0]), box[1:]) if info.stacked else (range(1), box)
             # cells come layer by layer, so earlier layers are needed no more
             parameters = {layer: tensor for layer, tensor in parameters.items() if layer in layers}
@@ -133,9 +135,9 @@ def _cells(
             done(array.nbytes)
 
 
-def _name(key: str, info: ArrayInfo, row: int) -> str:
+def _name(key: str, array_info: ArrayInfo, row: int) -> str:
     """The parameter that lies in row `row` of a stacked array: its number stands behind the name of the stack."""
     name = key.removeprefix(MODEL)
-    if not info.stacked:
+    if not array_info.stacked:
         return name
-    return f"{info.stack}.{info.layer_numbers[row]}{name[len(info.stack) :]}"
+    return f"{array_info.stack}.{array_info.layer_numbers[row]}{name[len(array_info.stack) :]}"

@@ -31,6 +31,7 @@ def matching_family(model: HuggingFaceModel) -> tuple[Family, Fields]:
     """
     different: dict[str, list[str]] = {}
     for kind, family in FAMILIES.items():
+        # there and back: a fact that a family cannot say comes back as its default, and so differs
         fields = {"architectures": [family.architecture], "model_type": kind} | family.fields(model)
         different[kind] = _differences(model, family, Facts(fields), kind)
         if not different[kind]:
@@ -44,7 +45,8 @@ def matching_family(model: HuggingFaceModel) -> tuple[Family, Fields]:
 
 def _differences(model: HuggingFaceModel, family: Family, fields: Facts, kind: str) -> list[str]:
     """What the fields of a family say otherwise, or cannot say."""
-    ours, read = _facts(model), _facts(family.model(fields, model.config.params_dtype))
+    ours = _facts(model)
+    read = _facts(family.model(fields, model.config.params_dtype))
     different = [
         f"{name}={ours[name]} ({kind}: {read[name]})" for name in ours if ours[name] != read[name]
     ]
@@ -65,6 +67,7 @@ def _facts(model: HuggingFaceModel) -> dict[str, Any]:
     facts["windows"] = config.windows or (None,) * config.num_layers
     facts["softmax_scale"] = config.softmax_scale or config.head_size**-0.5
     layers = [config.has_experts(layer) for layer in range(config.num_layers)]
+    # without experts their settings say nothing, whatever their values
     if not any(layers):
         facts |= dict.fromkeys(_OF_EXPERTS)
     else:

@@ -20,7 +20,8 @@ from core.transformer.transformer_config import TransformerConfig
 
 _TABLES = ("transformer.wte.weight", "model.embed_tokens.weight")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
 
 
 @torch.no_grad()
@@ -38,10 +39,12 @@ def load_huggingface(model: GPTModel, weights: Mapping[str, Tensor] | str | Path
     opened = open_weights(
         model, Folder(weights) if isinstance(weights, str | Path) else StateDict(weights)
     )
-    sizes, coordinate = model.parallel.sizes, model.parallel.coordinate
+    sizes = model.parallel.sizes
+    coordinate = model.parallel.coordinate
     for name, tensor in opened.tensors_of(model).items():
         layout = layout_of(tensor)
-        if layout.padding:  # after `to_empty` anything is there, and 0 times NaN is NaN
+        # after `to_empty` anything is there, and 0 times NaN is NaN
+        if layout.padding:
             tensor.zero_()
         opened.fill(
             name, true_part(tensor, layout, coordinate, sizes), layout.box(coordinate, sizes)
@@ -55,7 +58,9 @@ class OpenedWeights:
     def __init__(
         self, source: Recorded, rows: Mapping[str, Row], config: TransformerConfig
     ) -> None:
-        self._source, self._rows, self._config = source, rows, config
+        self._source = source
+        self._rows = rows
+        self._config = config
 
     def tensors_of(self, model: GPTModel) -> dict[str, Tensor]:
         """Every parameter of a model, and its buffers that the weights have, by name."""
@@ -69,17 +74,20 @@ class OpenedWeights:
         """
         row = self._rows[name]
         shape = row.kind.our_shape(self._source.shape(row.hf_names[0]), self._config)
+        # nearly all parameters are one tensor of theirs as it lies: no copy then
         first, *others = row.blocks(_full_box(shape), self._config)
         if not others and not first.transposed:
             return self._numbers(first).reshape(shape)
         first_element = tuple(slice(0, 1) for _ in first.hf_slices)
+        # one element tells the dtype, without reading the tensor
         values = torch.empty(shape, dtype=self._source.read(first.name, first_element).dtype)
         self.fill(name, values, _full_box(shape))
         return values
 
     def fill(self, name: str, target: Tensor, box: Slices) -> None:
         """Fill our box of a parameter from the Hugging Face blocks that it is made of."""
-        if target.numel() == 0:  # all of this rank's rows are padding
+        # all of this rank's rows are padding
+        if target.numel() == 0:
             return
         for block in self._rows[name].blocks(box, self._config):
             block.to_ours(self._numbers(block).to(target.device), target)
@@ -97,6 +105,7 @@ class OpenedWeights:
         """A model that ties its ends has no place for a head unlike its table. ValueError: there is one."""
         table = dict(model.named_parameters()).get(_EMBEDDING)
         head = self._rows[_HEAD].hf_names[0]
+        # files of a tied model may hold the table twice
         if not model.tied or table is None or head not in self._source:
             return
         box = layout_of(table).box(model.parallel.coordinate, model.parallel.sizes)
@@ -141,6 +150,7 @@ def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
         tables = {id(family.rows): family.rows for family in FAMILIES.values()} | {
             id(STACKED_ROWS): STACKED_ROWS
         }
+        # families share names: the table that knows most of them, and lacks fewest, is theirs
         best = max(tables.values(), key=lambda table: _fit(source, table, config))
         return rows_of(best, range(config.num_layers), config.num_moe_experts)
     for table in _TABLES:
@@ -158,6 +168,7 @@ def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
 
 def _fit(source: Recorded, table: Iterable[Row], config: TransformerConfig) -> tuple[int, int]:
     """How many names of the ends and of the first and last layer the source has; then how few it has not."""
+    # the first and the last layer tell kinds apart where only some layers have experts, at the cost of two
     rows = rows_of(table, {0, config.num_layers - 1}, config.num_moe_experts)
     names = [name for row in rows.values() for name in row.hf_names]
     known = sum(name in source for name in names)
@@ -200,11 +211,14 @@ def _check_counterparts(
                 f"the Hugging Face weights have no counterpart of {name}; is the model type right?"
             )
         _check_shapes(name, layout_of(parameter).shape, rows[name], source, model.config)
+    # a tensor without a parameter here is another stage's only if its whole module is
     local_modules = {_module_of(name) for name in parameters}
+    # GPT-2's positions: a model without them must refuse such a tensor, not take it for another stage's
     if model.pre_process:
         local_modules.add("embedding.position_embeddings")
     for name, row in rows.items():
-        if name not in parameters and _module_of(name) not in local_modules:  # another stage's
+        # another stage's
+        if name not in parameters and _module_of(name) not in local_modules:
             source.used.update(hf_name for hf_name in row.hf_names if hf_name in source)
     if model.tied and _HEAD in rows and rows[_HEAD].hf_names[0] in source:
         source.use(rows[_HEAD].hf_names[0])
@@ -225,11 +239,13 @@ def _check_shapes(
         return
     rows = [hf_shape[0] for hf_shape in actual.values()]
     sizes = tuple(hf_shape[0] for hf_shape in expected.values())
-    if len(expected) == 3 and tuple(rows) != sizes:  # query, key and value are three tensors
+    # query, key and value are three tensors
+    if len(expected) == 3 and tuple(rows) != sizes:
         raise ValueError(
             f"query, key and value have {tuple(rows)} rows in the Hugging Face weights, expected {sizes}"
         )
     mismatched = next(hf_name for hf_name in expected if actual[hf_name] != expected[hf_name])
+    # a transposed tensor: the shape of ours would read as if it fitted
     if len(expected) == 1 and actual[mismatched][::-1] != expected[mismatched]:
         ours = shape
     else:

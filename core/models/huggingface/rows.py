@@ -41,9 +41,9 @@ class Row:
 
     def of_experts(self, count: int) -> "Row":
         """The row with every expert's name: of the first name all experts, then of the next."""
-        names = [
-            name.replace("{e}", str(expert)) for name in self.hf_names for expert in range(count)
-        ]
+        names: list[str] = []
+        for name in self.hf_names:
+            names += [name.replace("{e}", str(expert)) for expert in range(count)]
         return Row(self.ours, self.kind, tuple(names))
 
     def blocks(self, box: Slices, config: TransformerConfig) -> list[Block]:
@@ -56,6 +56,7 @@ class Row:
         """Hugging Face name -> shape, where ours is a tensor of `shape`."""
         shapes: dict[str, tuple[int, ...]] = {}
         for block in self.blocks(tuple(slice(0, size) for size in shape), config):
+            # the blocks cover each of their tensors: the largest stop along each dim is its size
             stops = tuple(interval.stop for interval in block.hf_slices)
             before = shapes.get(block.name, stops)
             shapes[block.name] = tuple(map(max, before, stops))
@@ -68,22 +69,27 @@ def rows_of(
     """Our name -> row, for these layers of a model. Without experts there are no rows of any."""
     rows: dict[str, Row] = {}
     for row in table:
+        # experts are one stacked parameter of ours, and one tensor each of theirs
         if "{e}" in row.hf_names[0]:
             row = row.of_experts(num_experts or 0)
         if not row.hf_names:
             continue
-        numbered = [row.of_layer(number) for number in layers] if "{n}" in row.ours else [row]
+        if "{n}" in row.ours:
+            numbered = [row.of_layer(number) for number in layers]
+        else:
+            numbered = [row]
         rows |= {numbered_row.ours: numbered_row for numbered_row in numbered}
     return rows
 
 
 def _with_biases(table: Mapping[tuple[str, Kind], tuple[str, ...]]) -> tuple[Row, ...]:
     """A row for the weight and one for the bias, laid out alike. One that a model does not have is skipped."""
-    return tuple(
-        Row(f"{ours}.{suffix}", kind, tuple(f"{name}.{suffix}" for name in hf_names))
-        for (ours, kind), hf_names in table.items()
-        for suffix in ("weight", "bias")
-    )
+    rows = []
+    for (ours, kind), hf_names in table.items():
+        for suffix in ("weight", "bias"):
+            theirs = tuple(f"{name}.{suffix}" for name in hf_names)
+            rows.append(Row(f"{ours}.{suffix}", kind, theirs))
+    return tuple(rows)
 
 
 _OURS = "decoder.layers.{n}."

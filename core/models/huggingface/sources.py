@@ -25,7 +25,8 @@ class WeightSource(Protocol):
     def read(self, name: str, slices: Slices) -> Tensor: ...
 
 
-MAPPED_BYTES = 128 << 20  # read from mapped files before they are closed and opened again
+# read from mapped files before they are closed and opened again
+MAPPED_BYTES = 128 << 20
 
 
 class StateDict:
@@ -73,7 +74,9 @@ class Folder:
             )
         if not files:
             pickles = sorted(path.name for path in self.folder.glob("*.bin"))
-            found = f"{pickles[0]}, a pickle that could run code" if pickles else "no weights"
+            found = "no weights"
+            if pickles:
+                found = f"{pickles[0]}, a pickle that could run code"
             raise ValueError(
                 f"{self.folder} holds {found}, .safetensors files are needed; "
                 "model.save_pretrained(folder, safe_serialization=True) writes them"
@@ -94,6 +97,7 @@ class Folder:
             raise ValueError(
                 f"{self.folder} lacks {len(missing)} of {len(files)} files, {missing[0]}; fetch it again"
             )
+        # an index of another download would name tensors that are elsewhere, or leave some out
         held = {file: set(self._open(file).keys()) for file in files}
         if lost := sorted(name for name, file in file_of.items() if name not in held[file]):
             raise ValueError(

@@ -53,7 +53,8 @@ def form_of_source(
     Raises ValueError: that is another model than the folder's.
     """
     source = Path(source).expanduser()
-    family, model = family_of(Facts.of_folder(source)), from_huggingface(source)
+    family = family_of(Facts.of_folder(source))
+    model = from_huggingface(source)
     different = described_as is not None and differences(
         described_as, description_of(**model.arguments())
     )
@@ -107,14 +108,19 @@ class Parameters:
         read: Callable[[Part], Tensor],
         lora: LoraConfig | None = None,
     ) -> None:
-        self._config, self._read, self._arrays = form.model.config, read, arrays
-        self._lora, self._factors = lora, dict[str, tuple[Part, Part]]()
+        self._config = form.model.config
+        self._read = read
+        self._arrays = arrays
+        self._lora = lora
+        # name of a matrix -> the two factors of its adapter
+        self._factors: dict[str, tuple[Part, Part]] = {}
         self._rows: dict[str, Row] = rows_of(
             form.family.rows, range(form.model.config.num_layers), form.model.config.num_moe_experts
         )
         self._parts: dict[str, Part] = {}
         self._last: tuple[str, Tensor] | None = None
-        with torch.device("meta"):  # names, shapes and layers, no memory
+        # names, shapes and layers, no memory
+        with torch.device("meta"):
             model = GPTModel(**form.model.arguments(), parallel=ParallelState.single("cpu"), seed=0)
         tensors: dict[str, Tensor] = dict(model.named_parameters())
         # buffers that the family knows; what a run counts beside them is not of the model
@@ -123,10 +129,12 @@ class Parameters:
         for name, sharded in model.sharded_state_dict().items():
             if name not in tensors:
                 continue
+            # layers are rows of one stacked array: several parameters share a key
             key = sharded.key
             if key not in arrays:
                 raise ValueError(f"{origin} holds no {key}, which {form.said_by} asks for")
-            stacked, (stored_shape, _) = bool(sharded.prepend_axis_num), arrays[key]
+            stacked = bool(sharded.prepend_axis_num)
+            stored_shape, _ = arrays[key]
             shape = tuple(stored_shape[1:] if stacked else stored_shape)
             if shape != self._shapes[name]:
                 raise ValueError(
@@ -147,6 +155,7 @@ class Parameters:
 
     def read(self, name: str) -> Tensor:
         """A full parameter of ours, with its adapter folded in."""
+        # several of their tensors (q, k, v) are made of one of ours, one after the other
         if self._last is None or self._last[0] != name:
             self._last = None  # memory holds one
             tensor = self._read(self._parts[name])

@@ -20,7 +20,8 @@ from core.transformer.dropout import Dropout
 from core.transformer.spec import Build
 
 Linear = ColumnParallelLinear | RowParallelLinear
-ADAPTER = ".adapter.lora_"  # in the name of every parameter of an adapter, and of no other
+# in the name of every parameter of an adapter, and of no other
+ADAPTER = ".adapter.lora_"
 
 
 def apply_lora(model: Modules, config: LoraConfig) -> None:
@@ -125,17 +126,14 @@ def _refuse(
     config: LoraConfig, linears: Sequence[tuple[str, Linear]], stages: Sequence[GPTModel]
 ) -> None:
     """Raise ValueError, on all pipeline ranks alike, for what does not fit the whole model."""
-    sizes = {
-        name: (layout.numel // layout.shape[-1], layout.shape[-1])
-        for name, linear in linears
-        for layout in (layout_of(linear.weight),)
-    }
+    sizes = {}
+    for name, linear in linears:
+        layout = layout_of(linear.weight)
+        sizes[name] = (layout.numel // layout.shape[-1], layout.shape[-1])
     ps = stages[0].parallel
-    whole = {
-        name: size
-        for part in all_gather_objects(sizes, ps.group("pp"))
-        for name, size in part.items()
-    }
+    whole: dict[str, tuple[int, int]] = {}
+    for stage_sizes in all_gather_objects(sizes, ps.group("pp")):
+        whole |= stage_sizes
     existing = sorted({_path(name) for name in whole})
     problems = [
         f"modules: {module!r} is no linear of this model; there are {', '.join(existing)}"

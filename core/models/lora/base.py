@@ -35,6 +35,7 @@ def fingerprint(
     dtype = dtype or next(iter(stages.values())).config.params_dtype
     for name, parameter in named_parameters(stages):
         layout = layout_of(parameter)
+        # one of the ranks that hold the same part counts it
         if not parameter.requires_grad and layout.owned_by(ps.coordinate):
             values = true_part(parameter.detach(), layout, ps.coordinate, ps.sizes)
             sums[name] = _sum_of_bits(values.to(dtype))

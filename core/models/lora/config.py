@@ -43,7 +43,8 @@ class LoraConfig:
         raise_all("LoraConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
-        rank, modules = self.rank, self.modules
+        rank = self.rank
+        modules = self.modules
         yield (
             rank is None or rank >= 1,
             f"rank={rank} must be at least 1; leave it out for no adapters",

@@ -61,9 +61,8 @@ class _Warmup(_CheckedSchedule):
 
     @property
     def _warmup(self) -> int:
-        return max(
-            2, self.warmup_num_steps
-        )  # log 1 is 0: DeepSpeed's warm-ups have at least two steps
+        # log 1 is 0: DeepSpeed's warm-ups have at least two steps
+        return max(2, self.warmup_num_steps)
 
     def _warmup_share(self, step: int) -> float:
         """Share of the warm-up that is done at its step `step`."""
@@ -88,7 +87,8 @@ class WarmupLR(_Warmup):
 
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made."""
-        lagged = step - 1  # DeepSpeed's schedulers are one update behind
+        # DeepSpeed's schedulers are one update behind
+        lagged = step - 1
         if lagged < 0:
             share = 0.0
         elif lagged < self._warmup:
@@ -144,7 +144,8 @@ class WarmupCosineLR(_Warmup):
 
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made."""
-        lagged = step - 1  # DeepSpeed's schedulers are one update behind
+        # DeepSpeed's schedulers are one update behind
+        lagged = step - 1
         if lagged < 0:
             return 0.0
         if lagged < self._warmup:
@@ -198,7 +199,10 @@ class OneCycle(_CheckedSchedule):
     def at(self, step: int) -> float:
         """The rate of the update before which `step` updates were made."""
         up = self.cycle_first_step_size
-        down = up if self.cycle_second_step_size is None else self.cycle_second_step_size
+        if self.cycle_second_step_size is None:
+            down = up
+        else:
+            down = self.cycle_second_step_size
         if step > up + down:
             if not self.decay_step_size:
                 return self.cycle_min_lr
@@ -206,12 +210,17 @@ class OneCycle(_CheckedSchedule):
             return self.cycle_min_lr / (1 + decay)
         stairs = self.cycle_first_stair_count
         if step <= up:
-            position, length = step, up
+            position = step
+            length = up
         else:
-            position, length = up + down - step, down
+            position = up + down - step
+            length = down
             if self.cycle_second_stair_count is not None:
                 stairs = self.cycle_second_stair_count
-        share = position * stairs // length / stairs if stairs else position / length
+        if stairs:
+            share = position * stairs // length / stairs
+        else:
+            share = position / length
         if down == 0 and step == up:
             share = 0.0  # the cycle ends where its top would be
         return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * share
@@ -273,7 +282,8 @@ def schedule(name: str, options: Mapping[str, Any], lr: float) -> DeepSpeedSched
         options = {"warmup_max_lr": lr} | dict(options)
     elif name == "WarmupCosineLR":
         options = {"lr": lr} | dict(options)
-    if options.get("warmup_max_lr") == "auto":  # Hugging Face's word for the optimizer's
+    # Hugging Face's word for the optimizer's
+    if options.get("warmup_max_lr") == "auto":
         options = {**options, "warmup_max_lr": lr}
     raise_all(name, _option_rules(kind, options))
     types = {field.name: str(field.type) for field in fields(kind)}
@@ -286,7 +296,8 @@ def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
         if key in known:
             try:
                 _convert(str(known[key].type), value)
-            except (ValueError, TypeError, OverflowError):  # int("inf") among them
+            except (ValueError, TypeError, OverflowError):
+                # int("inf") among them
                 yield (
                     False,
                     f"{key}={value!r} is not of the kind {_type_name(str(known[key].type))}",
@@ -298,7 +309,10 @@ def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
             )
         else:
             near = get_close_matches(key, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+            if near:
+                hint = f"did you mean {near[0]}?"
+            else:
+                hint = f"known: {', '.join(known)}"
             yield False, f"unknown parameter {key}; {hint}"
     for key, field in known.items():
         yield field.default is not MISSING or key in options, f"{key} is missing; give it"

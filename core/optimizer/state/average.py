@@ -22,7 +22,8 @@ class WeightAverage:
 
     def __init__(self, state_buffers: Sequence[StateBuffer], decay: float) -> None:
         self._state_buffers = [buffer for buffer in state_buffers if EMA in buffer.states]
-        self._decay, self.lent = decay, False
+        self._decay = decay
+        self.lent = False
         self.begin()
 
     @torch.no_grad()
@@ -81,7 +82,8 @@ def _averaged(state_buffer: StateBuffer) -> Tensor:
 @torch.no_grad()
 def _lend(state_buffer: StateBuffer) -> Callable[[], None]:
     """Write the average into the weights; the function that undoes it."""
-    ema, weights = state_buffer.states[EMA], state_buffer.weights
+    ema = state_buffer.states[EMA]
+    weights = state_buffer.weights
     if ema.dtype == weights.dtype:
         _swap(ema, weights)
         return lambda: _swap(ema, weights)

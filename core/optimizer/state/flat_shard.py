@@ -77,7 +77,8 @@ def clip_runs(runs: Iterable[ElementRun], start: int, stop: int) -> list[Element
     clipped = []
     for run in runs:
         if run.start < stop and start < run.stop:
-            first, last = max(run.start, start), min(run.stop, stop)
+            first = max(run.start, start)
+            last = min(run.stop, stop)
             clipped.append(ElementRun(first - start, last - start, run.key))
     return clipped
 
@@ -104,7 +105,8 @@ def parameter_shards(segments: Iterable[Segment], start: int, stop: int) -> list
     """What of the segments lies inside [start, stop) of the elements that this rank updates, counted from `start`."""
     shards = []
     for segment in segments:
-        first, last = max(segment.span[0], start), min(segment.span[1], stop)
+        first = max(segment.span[0], start)
+        last = min(segment.span[1], stop)
         if first < last:
             # from positions in the buffer to elements of the parameter
             shift = segment.interval[0] - segment.span[0]

@@ -66,7 +66,8 @@ class Batch:
 
 
 Options = Mapping[str, Any]  # one of `param_groups`
-Kernel = Callable[[Batch, Factor, Options, float], None]  # the last argument is the weight decay
+# the last argument is the weight decay
+Kernel = Callable[[Batch, Factor, Options, float], None]
 
 
 def scaled(batch: Batch, factor: Factor) -> Tensor:
@@ -130,7 +131,8 @@ def sgd(batch: Batch, factor: Factor, options: Options, weight_decay: float) -> 
     )
 
 
-LION_CHUNK = 1 << 22  # elements of scratch at a time; a multiple of PART_ALIGN, as bits ask for
+# elements of scratch at a time; a multiple of PART_ALIGN, as bits ask for
+LION_CHUNK = 1 << 22
 
 
 def lion(batch: Batch, factor: Factor, options: Options, weight_decay: float) -> None:
@@ -141,7 +143,8 @@ def lion(batch: Batch, factor: Factor, options: Options, weight_decay: float) ->
     beta1, beta2 = options["betas"]
     skipped = factor.found_inf.bool()
     active = 1.0 - factor.found_inf.double()
-    rate, share = options["lr"] * active, (1 - beta2) * active
+    rate = options["lr"] * active
+    share = (1 - beta2) * active
     keeps = 1.0 - rate * weight_decay
     flat_runs = zip(batch.mains, batch.gradients, batch.states["exp_avg"], strict=True)
     for run in flat_runs:

@@ -70,12 +70,14 @@ class Matrix:
 
     def take_apart(self, matrix: Tensor) -> list[Tensor]:
         """The inverse of `put_together`; padded rows are 0."""
-        full, ranks = matrix.reshape(self.full), 1
+        full = matrix.reshape(self.full)
+        ranks = 1
         if self.cut is not None and self.cut_over is not None:
             ranks = self.cut_over.size
         padded = [size * (ranks if dim == self.cut else 1) for dim, size in enumerate(self.part)]
         if padded != list(self.full):
-            true, full = full, full.new_zeros(padded)
+            true = full
+            full = full.new_zeros(padded)
             full[tuple(slice(0, size) for size in self.full)] = true
         if self.cut is None:
             return [full.flatten()]
@@ -97,10 +99,13 @@ def matrices_of(
             layout = layout_of(parameter)
             stacked = 0 if slot.name in as_one else len(layout.shape) - 2
             axis = _cutting_axis(slot.name, layout, stacked, ps)
-            cut, cut_over = None, None
+            cut = None
+            cut_over = None
             if axis is not None:
-                cut, cut_over = layout.split[axis] - stacked, ps.group(axis)
-            part, full = tuple(parameter.shape[stacked:]), layout.shape[stacked:]
+                cut = layout.split[axis] - stacked
+                cut_over = ps.group(axis)
+            part = tuple(parameter.shape[stacked:])
+            full = layout.shape[stacked:]
             size = prod(part)
             for number in range(prod(parameter.shape[:stacked])):
                 start = slot.start + number * size
@@ -167,12 +172,18 @@ def _size(group: Group | None) -> int:
 
 def in_rounds(sizes: Sequence[int], ranks: int, most: int) -> list[Span]:
     """Consecutive items [first, last) of at most `ranks` times max(most, their largest) together."""
-    rounds, first, total, largest = [], 0, 0, most
+    rounds = []
+    first = 0
+    total = 0
+    largest = most
     for number, size in enumerate(sizes):
         if number > first and total + size > ranks * max(largest, size):
             rounds.append((first, number))
-            first, total, largest = number, 0, most
-        total, largest = total + size, max(largest, size)
+            first = number
+            total = 0
+            largest = most
+        total = total + size
+        largest = max(largest, size)
     if sizes:
         rounds.append((first, len(sizes)))
     return rounds
@@ -180,7 +191,8 @@ def in_rounds(sizes: Sequence[int], ranks: int, most: int) -> list[Span]:
 
 def balanced_owners(sizes: Sequence[int], ranks: int) -> list[int]:
     """A rank for each item: the largest first, each to who has least so far, the first of several."""
-    loads, owners = [0] * ranks, [0] * len(sizes)
+    loads = [0] * ranks
+    owners = [0] * len(sizes)
     for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
         owners[number] = loads.index(min(loads))
         loads[owners[number]] += sizes[number]

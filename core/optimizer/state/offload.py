@@ -62,9 +62,8 @@ def _map_file(directory: Path, size: int, dtype: torch.dtype, name: str) -> Tens
     directory.mkdir(parents=True, exist_ok=True)
     file, path = tempfile.mkstemp(prefix=f"{name}-", suffix=".states", dir=directory)
     try:
-        os.posix_fallocate(
-            file, 0, size * dtype.itemsize
-        )  # a full disk says so here, and not by a signal later
+        # a full disk says so here, and not by a signal later
+        os.posix_fallocate(file, 0, size * dtype.itemsize)
         return torch.from_file(path, shared=True, size=size, dtype=dtype)
     finally:
         os.close(file)

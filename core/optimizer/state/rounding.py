@@ -15,7 +15,8 @@ from torch import Tensor
 
 from core.parallel_state.layout import Layout
 
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))  # lowbias32's, as int32
+# lowbias32's, as int32
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 
 
 def round_key(seed: int, step: int, name: str) -> tuple[int, int]:
@@ -28,16 +29,17 @@ def round_key(seed: int, step: int, name: str) -> tuple[int, int]:
 
 def random_bits(key: tuple[int, int], index: Tensor) -> Tensor:
     """int64 [n] element indices -> int32 [n] in 0..65535, each value equally likely over elements and keys."""
-    low, high = index.to(torch.int32), (index >> 32).to(torch.int32)  # `to` wraps
+    # `to` wraps
+    low = index.to(torch.int32)
+    high = (index >> 32).to(torch.int32)
     return _hash(key, low, high)
 
 
 def random_bits_from(key: tuple[int, int], first: int, count: int, device: torch.device) -> Tensor:
     """`random_bits` of the indices first ... first + count - 1, without a tensor of int64 indices."""
     high = first >> 32
-    if (
-        first + count - 1
-    ) >> 32 != high:  # the high word changes within them: once in 4 Gi elements
+    # the high word changes within them: once in 4 Gi elements
+    if (first + count - 1) >> 32 != high:
         return random_bits(key, torch.arange(first, first + count, device=device))
     low = torch.arange(count, dtype=torch.int32, device=device).add_(_signed(first & 0xFFFFFFFF))
     return _hash(key, low, high)
@@ -74,9 +76,8 @@ def stochastic_bfloat16(x: Tensor, bits: Tensor) -> Tensor:
     # A bfloat16 is the upper half of a float32. Adding random lower bits carries into the upper half, one step up,
     # with the probability (lower bits / 2**16); then the lower half is cut off.
     rounded = (x.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32)
-    return torch.where(x == x, rounded, x).to(
-        torch.bfloat16
-    )  # NaN could carry into the sign; infinities do not
+    # NaN could carry into the sign; infinities do not
+    return torch.where(x == x, rounded, x).to(torch.bfloat16)
 
 
 def global_index(layout: Layout, start: list[int], shape: tuple[int, ...], index: Tensor) -> Tensor:
@@ -84,11 +85,14 @@ def global_index(layout: Layout, start: list[int], shape: tuple[int, ...], index
 
     shape: local, padded rows included; start: where it begins in the full tensor. Padded rows get some index.
     """
-    global_indices, stride = torch.zeros_like(index), 1
+    global_indices = torch.zeros_like(index)
+    stride = 1
     dims = zip(layout.shape, start, shape, strict=True)
-    for full_size, offset, local_size in reversed(list(dims)):  # from the innermost dim
+    # from the innermost dim
+    for full_size, offset, local_size in reversed(list(dims)):
         global_indices += (index % local_size + offset) * stride
-        index, stride = index // local_size, stride * full_size
+        index = index // local_size
+        stride = stride * full_size
     return global_indices
 
 
@@ -96,14 +100,17 @@ class Rounding:
     """Rounds shards of this rank's parameters; coordinate and sizes of the mesh say where a shard lies."""
 
     def __init__(self, seed: int, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> None:
-        self._seed, self._coordinate, self._sizes = seed, coordinate, sizes
+        self._seed = seed
+        self._coordinate = coordinate
+        self._sizes = sizes
 
     def round(self, x: Tensor, name: str, layout: Layout, first: int, step: int) -> Tensor:
         """float32 [n], elements of the local flat form from `first` on -> bfloat16 [n]."""
         shape = layout.local_shape(self._sizes)
         key = round_key(self._seed, step, name)
         start = [s.start for s in layout.box(self._coordinate, self._sizes)]
-        if not shape or shape[1:] == layout.shape[1:]:  # only rows are cut: indices are consecutive
+        # only rows are cut: indices are consecutive
+        if not shape or shape[1:] == layout.shape[1:]:
             offset = start[0] * prod(shape[1:]) if shape else 0
             return stochastic_bfloat16(
                 x, random_bits_from(key, first + offset, x.numel(), x.device)

@@ -34,9 +34,8 @@ class OptimizerShard:
     interval: tuple[int, int] | None = None
 
 
-Views = list[
-    tuple[Tensor, ParameterShard]
-]  # live elements of one state of one parameter, ascending
+# live elements of one state of one parameter, ascending
+Views = list[tuple[Tensor, ParameterShard]]
 States = Mapping[str, Mapping[str, Tensor | OptimizerShard]]
 
 
@@ -67,7 +66,8 @@ def _joined(views: Views) -> Tensor:
 def _optimizer_shard(
     flat: Tensor, views: Views, ps: ParallelState, *, full_shapes: bool
 ) -> OptimizerShard:
-    first, last = views[0][1], views[-1][1]
+    first = views[0][1]
+    last = views[-1][1]
     layout = first.layout
     box = layout.box(ps.coordinate, ps.sizes)
     if not full_shapes:
@@ -138,9 +138,11 @@ def _matching_tensor(
         )
     state = kinds[kind]
     if isinstance(state, OptimizerShard):
-        tensor, interval = state.tensor, state.interval
+        tensor = state.tensor
+        interval = state.interval
     else:
-        tensor, interval = state, local.interval
+        tensor = state
+        interval = local.interval
     if tensor.shape != local.tensor.shape or interval != local.interval:
         raise ValueError(
             f"load_states: {kind} of {name} is {tuple(tensor.shape)}, elements {interval}; this rank holds "
@@ -156,7 +158,8 @@ def checkpoint_states(
 
     All-gather of objects over pp.
     """
-    stacks, trained = named_stacks(shard.module), shard.named_parameters()
+    stacks = named_stacks(shard.module)
+    trained = shard.named_parameters()
     frozen = [
         stacked_key(name, stacks)[0]
         for name, _ in named_parameters(shard.module)
@@ -169,7 +172,8 @@ def checkpoint_states(
         states[name] = {}
         for kind, views in kinds.items():
             boxes = list(_sharded_tensors(mapper, f"optimizer/{kind}", views))
-            if boxes:  # a rank that holds nothing but padded rows has none
+            # a rank that holds nothing but padded rows has none
+            if boxes:
                 states[name][kind] = boxes
     objects = {key: ShardedObject(f"optimizer/{key}", value) for key, value in counts.items()}
     return objects | {"states": states}
@@ -189,7 +193,8 @@ def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[Sh
     """
     shard.wait()
     shard.take_weights()
-    shard.copies.send()  # running statistics: all of the first data rank, not some of each
+    # running statistics: all of the first data rank, not some of each
+    shard.copies.send()
     if shard.zero_stage < 3:
         return dict(module_state_dict(shard.module, shard.ps))
     mapper = Mapper(shard.ps, named_stacks(shard.module))

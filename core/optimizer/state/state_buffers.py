@@ -19,11 +19,11 @@ from core.optimizer.state.kernels import Batch
 from core.optimizer.state.offload import Offload
 from core.parallel_state.layout import Layout, layout_of
 
-COMPARE_CHUNK = (
-    1 << 18
-)  # elements: a chunk of main weights and one of weights fit into a core's cache
+# elements: a chunk of main weights and one of weights fit into a core's cache
+COMPARE_CHUNK = 1 << 18
 KindsOf = Callable[[str, Layout], tuple[str, ...]]
-KeyOf = Callable[[str, Layout], UpdateKey | None]  # None: no fused call updates the parameter
+# None: no fused call updates the parameter
+KeyOf = Callable[[str, Layout], UpdateKey | None]
 
 
 @dataclass(eq=False)
@@ -105,10 +105,8 @@ class StateBuffer:
                 return
         # On an accelerator everything is written without asking: a comparison would make the host wait.
         may_compare = self.weights.device.type == "cpu"
-        main_chunks, weight_chunks = (
-            self.main.split(COMPARE_CHUNK),
-            self.weights.split(COMPARE_CHUNK),
-        )
+        main_chunks = self.main.split(COMPARE_CHUNK)
+        weight_chunks = self.weights.split(COMPARE_CHUNK)
         for main, weights in zip(main_chunks, weight_chunks, strict=True):
             rounded = main.to(weights.dtype)
             current = weights.to(main.device)
@@ -117,11 +115,10 @@ class StateBuffer:
 
     def state_kinds(self) -> list[str]:
         """The states that some of its parameters have, in a fixed order."""
-        return list(
-            dict.fromkeys(
-                kind for shard in self.parameter_shards for kind in self.kinds[shard.name]
-            )
-        )
+        kinds: dict[str, None] = {}
+        for shard in self.parameter_shards:
+            kinds |= dict.fromkeys(self.kinds[shard.name])
+        return list(kinds)
 
 
 def _runs_of(buffer: Buffer, key_of: KeyOf) -> list[ElementRun]:

@@ -16,10 +16,10 @@ from core.optimizer.state.flat_shard import ElementRun, Span, UpdateKey, clip_ru
 from core.optimizer.state.kernels import Batch, Factor
 from core.optimizer.state.state_buffers import StateBuffer
 
-CHUNK = 1 << 18  # elements: gradients, main weights and moments of a chunk fit into a core's cache
-FAR_CHUNK = (
-    1 << 22
-)  # elements, over a bus to an accelerator: large, because each copy has a latency
+# elements: gradients, main weights and moments of a chunk fit into a core's cache
+CHUNK = 1 << 18
+# elements, over a bus to an accelerator: large, because each copy has a latency
+FAR_CHUNK = 1 << 22
 Update = Callable[[Batch, Factor, UpdateKey], None]
 Round = Callable[[Tensor, StateBuffer, Span], Tensor]
 
@@ -44,8 +44,11 @@ class Streamer:
     """
 
     def __init__(self, device: torch.device, update: Update, rounding: Round) -> None:
-        self._device, self._update, self._round = device, update, rounding
-        self._remote = device.type != "cpu"  # states in host memory are behind a bus
+        self._device = device
+        self._update = update
+        self._round = rounding
+        # states in host memory are behind a bus
+        self._remote = device.type != "cpu"
         self._scratch: dict[tuple, Tensor] = {}
         self._side_stream: Any = None
 
@@ -56,15 +59,14 @@ class Streamer:
         if any_behind_bus:
             self._enter_side_stream()
             host_factor = factor.on_cpu()
-        work = [
-            (state_buffer, span)
-            for state_buffer in state_buffers
-            for span in self._spans(state_buffer)
-        ]
+        work = []
+        for state_buffer in state_buffers:
+            work += [(state_buffer, span) for span in self._spans(state_buffer)]
         fetched = [self._fetch(*work[0], 0, dtype)] if work else []
         for number, (state_buffer, _) in enumerate(work, 1):
             chunk = fetched.pop()
-            if number < len(work):  # prefetch the next chunk while this one is updated
+            # prefetch the next chunk while this one is updated
+            if number < len(work):
                 fetched.append(self._fetch(*work[number], number % 2, dtype))
             if chunk.arrival is not None:
                 chunk.arrival.synchronize()
@@ -76,9 +78,11 @@ class Streamer:
     def _enter_side_stream(self) -> None:
         if self._side_stream is None:
             self._side_stream = torch.Stream(self._device)
+        # gradients must be complete before they are copied
         self._side_stream.wait_stream(torch.accelerator.current_stream(self._device))
 
     def _leave_side_stream(self) -> None:
+        # the next forward must not read weights that are still on their way
         torch.accelerator.current_stream(self._device).wait_stream(self._side_stream)
 
     def _send(self, target: Tensor, source: Tensor) -> None:
@@ -96,6 +100,7 @@ class Streamer:
     def _update_chunk(self, chunk: _StreamedChunk, factor: Factor) -> None:
         first, last = chunk.span
         states = {kind: state[first:last] for kind, state in chunk.state_buffer.states.items()}
+        # one fused call per key and chunk
         runs_of: dict[UpdateKey, list[ElementRun]] = {}
         for run in clip_runs(chunk.state_buffer.runs, first, last):
             runs_of.setdefault(run.key, []).append(run)
@@ -106,12 +111,14 @@ class Streamer:
         self, state_buffer: StateBuffer, span: Span, slot: int, dtype: torch.dtype
     ) -> _StreamedChunk:
         """Start to bring gradients, and main weights that do not exist in memory of their own, into scratch."""
-        size, elements = span[1] - span[0], slice(*span)
+        size = span[1] - span[0]
+        elements = slice(*span)
         gradients = self._scratch_for("gradient", slot, state_buffer, dtype, size)
         copies = [(gradients, state_buffer.gradients[elements])]
         if state_buffer.main is not None:
             mains = state_buffer.main[elements]
         elif state_buffer.wide and state_buffer.resident:
+            # float32 weights on the device are their own main weights: updated in place
             mains = state_buffer.weights[elements]
         else:
             mains = self._scratch_for("main", slot, state_buffer, dtype, size)
@@ -128,7 +135,8 @@ class Streamer:
 
     def _store(self, chunk: _StreamedChunk) -> None:
         """Write the updated main weights to the weights, rounded if these are narrower."""
-        state_buffer, mains = chunk.state_buffer, chunk.mains
+        state_buffer = chunk.state_buffer
+        mains = chunk.mains
         if state_buffer.wide and state_buffer.resident:
             return  # the weights themselves were updated
         weights = state_buffer.weights[slice(*chunk.span)]
@@ -154,9 +162,8 @@ class Streamer:
         scratch = self._scratch.get(key)
         if scratch is None or scratch.numel() < size:
             device = torch.device("cpu") if on_host else self._device
-            pinned = (
-                on_host and self._device.type != "cpu"
-            )  # copies from pageable memory would not be asynchronous
+            # copies from pageable memory would not be asynchronous
+            pinned = on_host and self._device.type != "cpu"
             scratch = torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)
             self._scratch[key] = scratch
         return scratch[:size]

@@ -19,10 +19,13 @@ class Exchange:
     def __init__(
         self, owners: Sequence[int], sizes: Sequence[Sequence[int]], group: Group | None
     ) -> None:
-        self._group, self._sizes = group, sizes
-        self._ranks, self._rank = 1, 0
+        self._group = group
+        self._sizes = sizes
+        self._ranks = 1
+        self._rank = 0
         if group is not None:
-            self._ranks, self._rank = group.size, group.rank
+            self._ranks = group.size
+            self._rank = group.rank
         self.owned = [number for number, owner in enumerate(owners) if owner == self._rank]
         self._by_owner = sorted(range(len(owners)), key=owners.__getitem__)
         self._to_send = [0] * self._ranks

@@ -12,15 +12,18 @@ from torch import Tensor
 from core.parallel_state.collectives import all_gather
 from core.parallel_state.state import ParallelState
 
-ROW = 1024  # elements whose squares are summed in the gradient's own dtype
-NORM_BLOCK = 1 << 20  # a multiple of ROW: 16-bit elements that are converted to float32 at a time
+# elements whose squares are summed in the gradient's own dtype
+ROW = 1024
+# a multiple of ROW: 16-bit elements that are converted to float32 at a time
+NORM_BLOCK = 1 << 20
 
 
 def sum_of_squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     """Of all elements, as a float64 tensor of shape []; nothing is communicated."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
-    if device.type != "cpu":  # reductions are trees there: exact enough, in one launch
+    # reductions are trees there: exact enough, in one launch
+    if device.type != "cpu":
         norms = torch.stack(torch._foreach_norm(gradients))
         return norms.double().square().sum()
     return torch.stack([_by_rows(gradient) for gradient in gradients]).sum()
@@ -60,7 +63,10 @@ def sum_in_rank_order(
     One all-gather over `ps.world`, summed in rank order: every rank, backend and layout gets the same bits, which an
     all-reduce does not promise.
     """
-    row = local.reshape(1) if message is None else torch.cat((local.reshape(1), message))
+    if message is None:
+        row = local.reshape(1)
+    else:
+        row = torch.cat((local.reshape(1), message))
     rows = list(all_gather(row, ps.world).view(-1, row.numel()))
     total = rows[0][0]
     for other in rows[1:]:

@@ -37,10 +37,13 @@ class _WatchedScale(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if isinstance(result, Tensor):
+                # the loss requires grad: its product with the scale does, too
                 if result.requires_grad or getattr(func, "__name__", "") in _SCALING_FUNCTIONS:
                     watched.scale.multiplied = True  # type: ignore[attr-defined]
+                # as `scale.to(dtype)`: still only the scale
                 elif type(result) is Tensor:
-                    result.__class__, result.scale = _WatchedScale, watched.scale  # type: ignore[attr-defined]
+                    result.__class__ = _WatchedScale
+                    result.scale = watched.scale  # type: ignore[attr-defined]
         return result
 
     def __format__(self, spec: str) -> str:

@@ -26,6 +26,7 @@ class Reached:
     def __init__(self, shard: DataParallel, ps: ParallelState) -> None:
         named = shard.named_parameters()
         self._ps = ps
+        # of this rank's own names: ranks of one data group have the same ones, in one order
         self._bit_of = {name: number for number, name in enumerate(named)}
         # A table tied over the pipeline's ends has another bit on the other rank; it is never left out, so that both
         # copies stay equal.
@@ -63,6 +64,7 @@ class Reached:
             self.left_out = frozenset(self._missing_everywhere(rows, missing))
         else:
             self.left_out = frozenset()
+        # a skipped step updates nobody: nobody falls behind by it
         if self.left_out and not bool(found_inf):
             for name in self.left_out:
                 self.behind[name] = self.behind.get(name, 0) + 1

@@ -7,16 +7,16 @@ from torch import Tensor
 
 from core.parallel_state.environment import reading_waits
 
-ALL_SKIPPED = (
-    100  # that many first steps that are all skipped are an error, whatever max_skipped_steps says
-)
+# that many first steps that are all skipped are an error, whatever max_skipped_steps says
+ALL_SKIPPED = 100
 
 
 class Skips:
     """Counts on the device, so that no step waits for it; `most`: of steps in a row, 0 for any number."""
 
     def __init__(self, most: int, device: torch.device) -> None:
-        self._most, self._device = most, device
+        self._most = most
+        self._device = device
         self._count = torch.zeros((), dtype=torch.int64, device=device)
         self._in_row = torch.zeros_like(self._count)
         self._steps_here = 0  # starts at 0 after a restart too

@@ -18,7 +18,8 @@ class Spikes:
     """
 
     def __init__(self, factor: float, window: int, device: torch.device) -> None:
-        self._factor, self._least = factor, -(-window // 2)
+        self._factor = factor
+        self._least = -(-window // 2)
         self._norms = torch.full((window if factor else 0,), torch.nan, device=device).double()
         self._places = torch.arange(self._norms.numel(), device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-CLIP_EPS = 1e-6  # added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_
+# added to the norm before dividing by it, as in torch.nn.utils.clip_grad_norm_
+CLIP_EPS = 1e-6
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,8 @@ class GradientWatch:
     """
 
     def __init__(self, buffers: Sequence[Buffer], ps: ParallelState) -> None:
-        self._buffers, self._ps = buffers, ps
+        self._buffers = buffers
+        self._ps = ps
         self._eager = not reading_waits(ps.device)
         # (parameter name, buffer, first, last): the elements that this rank counts in the norm, by parameter
         self._slices: list[tuple[str, Buffer, int, int]] = []
@@ -81,7 +82,10 @@ class GradientWatch:
         views = [buffer.gradients[first:last] for _, buffer, first, last in self._slices]
         if not views:
             return self._norms
-        dtype = views[0].dtype if views[0].dtype.itemsize >= 4 else torch.float32
+        if views[0].dtype.itemsize >= 4:
+            dtype = views[0].dtype
+        else:
+            dtype = torch.float32
         if self._eager:
             return torch.stack(
                 [torch.linalg.vector_norm(view, dtype=dtype) for view in views]

@@ -31,14 +31,10 @@ KIND_OF_FUNCTION = {
     **dict.fromkeys(_INDICES.split(), "index"),
     **dict.fromkeys(_SHAPES.split(), "shape"),
 }
-NEW_BUFFERS = {"zeros_like", "ones_like", "full_like", "empty_like"}  # a momentum of one's own, say
-WRONG_ON_SHARDS = {
-    "reduction",
-    "product",
-    "draw",
-    "index",
-    "shape",
-}  # their result on a shard is not the shard of the result
+# a momentum of one's own, say
+NEW_BUFFERS = {"zeros_like", "ones_like", "full_like", "empty_like"}
+# their result on a shard is not the shard of the result
+WRONG_ON_SHARDS = {"reduction", "product", "draw", "index", "shape"}
 # torch's own frames between a program and `__torch_function__`
 _TORCH_FRAMES = {
     "torch._tensor",

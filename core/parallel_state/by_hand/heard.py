@@ -46,10 +46,8 @@ class Heard:
         """What a user reads of a function of a part; the parameter is one of the modules'."""
         named = (pair for module in modules for pair in module.named_parameters())
         name = next((name for name, p in named if p is self.parameter), "a parameter")
-        shape, full_shape = (
-            list(self.parameter.shape),
-            list(layout_of(self.parameter).padded_shape()),
-        )
+        shape = list(self.parameter.shape)
+        full_shape = list(layout_of(self.parameter).padded_shape())
         subject = "the gradient of " if self.of_gradient else ""
         if self.kind == "shape":
             remedy = (

@@ -60,31 +60,25 @@ class ByHand:
     def __init__(
         self, report: Callable[[Heard], None], *, gradients: bool = False, numbers: bool = False
     ) -> None:
-        self._report, self._gradients, self._numbers, self.is_open = (
-            report,
-            gradients,
-            numbers,
-            False,
-        )
+        self._report = report
+        self._gradients = gradients
+        self._numbers = numbers
+        self.is_open = False
         self._parameters: list[Parameter] = []
-        self._followed: list[
-            weakref.ref[Tensor]
-        ] = []  # results and gradients, to be given their own class back
-        self._wrapped: list[
-            tuple[dict, int, Callable]
-        ] = []  # a tensor's hooks, which one, what it was
+        # results and gradients, to be given their own class back
+        self._followed: list[weakref.ref[Tensor]] = []
+        # a tensor's hooks, which one, what it was
+        self._wrapped: list[tuple[dict, int, Callable]] = []
         self._parameter, self._result = _classes(self)
-        self._hooks = [
-            weakref.finalize(self, register(_weak_hook(self, method)).remove)
-            for register, method in (
-                (register_optimizer_step_pre_hook, ByHand._plain),
-                (register_optimizer_step_post_hook, ByHand._listening),
-            )
-        ]
+        # torch's hooks are of the process: they refer weakly, and go with this object
+        before = register_optimizer_step_pre_hook(_weak_hook(self, ByHand._plain))
+        after = register_optimizer_step_post_hook(_weak_hook(self, ByHand._listening))
+        self._hooks = [weakref.finalize(self, hook.remove) for hook in (before, after)]
 
     def open(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
-        self._parameters, self.is_open = [], True
+        self._parameters = []
+        self.is_open = True
         self.add(parameters)
 
     def add(self, parameters: Iterable[Parameter]) -> None:
@@ -103,7 +97,8 @@ class ByHand:
             if key in hooks:
                 hooks[key] = hook
         self._wrapped = []
-        self._parameters, self.is_open = [], False
+        self._parameters = []
+        self.is_open = False
 
     def end(self) -> None:
         """Close, and take torch's hooks out: nothing is listened to again."""
@@ -133,14 +128,18 @@ class ByHand:
             if hasattr(tensor := reference(), "listener"):
                 tensor.listener = None  # type: ignore[union-attr]
             elif type(tensor) is self._result:
-                tensor.__class__ = Parameter if getattr(tensor, "_is_param", False) else Tensor
+                if getattr(tensor, "_is_param", False):
+                    tensor.__class__ = Parameter
+                else:
+                    tensor.__class__ = Tensor
         self._followed = []
 
     def _listen_in_hooks(self, parameter: Parameter) -> None:
         """`register_hook` gives a program's function the gradient before it is `parameter.grad`."""
 
         def listened(hook: Callable, gradient: Tensor) -> Any:
-            outer_followed, self._followed = self._followed, []
+            outer_followed = self._followed
+            self._followed = []
             self._follow(gradient, Heard(parameter, True))
             try:
                 return hook(gradient)
@@ -162,7 +161,8 @@ class ByHand:
             if not self.is_open or not called_by_program(caller):
                 return result
             name = function_name(func)
-            kind = KIND_OF_FUNCTION.get(name)  # None: elementwise, a view, a fact
+            # None: elementwise, a view, a fact
+            kind = KIND_OF_FUNCTION.get(name)
             # vector_to_parameters cuts by sizes what parameters_to_vector joined: right
             if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith(
                 "torch.nn.utils."
@@ -175,7 +175,8 @@ class ByHand:
             if name == "grad":
                 if self._gradients and type(result) is Tensor:
                     self._follow(result, Heard(source.parameter, True))
-                elif self._gradients and hasattr(result, "listener"):  # what lies in buckets
+                elif self._gradients and hasattr(result, "listener"):
+                    # what lies in buckets
                     result.listener = partial(self._called_inside, Heard(source.parameter, True))
                     self._followed.append(weakref.ref(result))
                 return result
@@ -202,7 +203,8 @@ class ByHand:
 
     def _follow_gradients(self, gradients: tuple[Tensor | None, ...], inputs: Any) -> None:
         """Results of `torch.autograd.grad`, in the order of its inputs."""
-        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
+        if isinstance(inputs, Tensor):
+            inputs = [inputs]
         for gradient, parameter in zip(gradients, inputs, strict=True):
             if (
                 self._gradients
@@ -236,9 +238,8 @@ class ByHand:
             if meets and not is_penalty:
                 self._report(replace(source, kind="combined", name=source.reduced))
         is_count = kind == "shape" and type(result) is int and name in ("numel", "nelement")
-        if is_count or (
-            source.reduced and name == "item"
-        ):  # `float(...)` gives nothing but a plain one
+        # `float(...)` gives nothing but a plain one
+        if is_count or (source.reduced and name == "item"):
             combined = replace(source, kind="combined", name=source.reduced or name)
             return of_parameter(result, source.parameter, partial(self._report, combined))
         if kind == "reduction" and type(result) is Tensor and not source.joined:
@@ -260,8 +261,10 @@ class ByHand:
 
     def _follow(self, result: Tensor, source: Heard, *, for_good: bool = False) -> None:
         """Listen to what is called on `result`, too; for_good: beyond the next forward."""
-        if result.is_floating_point() or result.dtype is torch.bool:  # a mask that is counted
-            result.__class__, result.heard = self._result, source  # type: ignore[attr-defined]
+        # bool: a mask that is counted
+        if result.is_floating_point() or result.dtype is torch.bool:
+            result.__class__ = self._result
+            result.heard = source  # type: ignore[attr-defined]
             if not for_good:
                 self._followed.append(weakref.ref(result))
 
@@ -292,16 +295,16 @@ def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
         cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         caller = sys._getframe(1).f_globals.get("__name__", "")
-        if caller.startswith(
-            ("torch.optim.", "core.")
-        ):  # zero_grad, say: two per parameter, so no further calls
+        # zero_grad, say: two per parameter, so no further calls
+        if caller.startswith(("torch.optim.", "core.")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         listener = reference()
         if func is Tensor.detach and caller == "torch.nn.parameter":
             parameter = _detached_for_a_parameter(args[0])
             if listener is not None:
-                listener._followed.append(weakref.ref(parameter))  # closing makes it a plain one
+                # closing makes it a plain one
+                listener._followed.append(weakref.ref(parameter))
             return parameter
         if listener is not None:
             return listener.called(func, args, kwargs or {})

@@ -58,5 +58,6 @@ _CLASS_OF = {int: _class(int, _SUMS), float: _class(float, (*_SUMS, *_COMPARISON
 def of_parameter(number: Any, parameter: Parameter, report: Callable[[], None]) -> Any:
     """`number`, an int or a float, as one that calls `report()` where it meets another parameter's."""
     result = _CLASS_OF[type(number)](number)
-    result.parameter, result.report = parameter, report
+    result.parameter = parameter
+    result.report = report
     return result

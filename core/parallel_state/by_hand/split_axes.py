@@ -5,6 +5,7 @@ are ((3, False), (heads/tp, True), (d, False)). A rank's part of a split atom is
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from math import prod
 
 Atom = tuple[int, bool]
@@ -46,6 +47,7 @@ def is_split(axes: Axes, dims: Sequence[int] | None = None) -> bool:
 
 def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
     """Of a view of `shape`; None where a dim of it ends within another's parts."""
+    # all atoms, innermost first, so that `pop` gives the outermost that is left
     left = [atom for atoms in axes for atom in atoms][::-1]
     result = []
     for size in shape:
@@ -59,9 +61,8 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
                 size //= n
                 if size == 1:
                     break
-            elif (
-                n % size == 0
-            ):  # the outer factor of a rank's block is split, what is inside it whole
+            elif n % size == 0:
+                # the outer factor of a rank's block is split, what is inside it whole
                 taken.append((size, split))
                 left.append((n // size, False))
                 size = 1
@@ -76,10 +77,13 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
 def _is_ambiguous(axes: Axes, shape: Sequence[int], result: Sequence[tuple[Atom, ...]]) -> bool:
     """Whether a new dim of size 1 may be this rank's only head: the split one instead of that after it."""
     is_longer = sum(size == 1 for size in shape) > sum(not atoms for atoms in axes)
-    return is_longer and any(
-        not atoms and place + 1 < len(result) and result[place + 1] and result[place + 1][0][1]
-        for place, atoms in enumerate(result)
-    )
+    if not is_longer:
+        return False
+    for atoms, after in pairwise(result):
+        begins_split = bool(after) and after[0][1]
+        if not atoms and begins_split:
+            return True
+    return False
 
 
 def cut(axes: Axes, dim: int, start: int, stop: int) -> Axes | None:
@@ -91,6 +95,7 @@ def cut(axes: Axes, dim: int, start: int, stop: int) -> Axes | None:
         return (*axes[:dim], _joined([(stop - start, False)]), *axes[dim + 1 :])
     if (start, stop) == (0, size):
         return axes
+    # whole blocks of what is split may be cut off, as q from q, k, v
     inner = prod(n for n, _ in atoms[first:])
     if start % inner or stop % inner:
         return None

@@ -82,19 +82,19 @@ def _axes(x: Any) -> Axes:
 
 
 def _dims(args: tuple, kwargs: dict[str, Any], place: int, default: Any, count: int) -> list[int]:
-    given = kwargs.get("dim", kwargs.get("axis"))
-    if given is None and len(args) > place:
-        given = args[place]
+    stated = kwargs.get("dim", kwargs.get("axis"))
+    if stated is None and len(args) > place:
+        stated = args[place]
     is_ints = (
-        isinstance(given, (tuple, list))
-        and all(isinstance(d, int) for d in given)
-        and len(given) > 0
+        isinstance(stated, (tuple, list))
+        and all(isinstance(d, int) for d in stated)
+        and len(stated) > 0
     )
-    if (not isinstance(given, int) and not is_ints) or isinstance(given, bool):
-        given = default
-    if given is None:
+    if (not isinstance(stated, int) and not is_ints) or isinstance(stated, bool):
+        stated = default
+    if stated is None:
         return list(range(count))
-    return [d % max(count, 1) for d in ([given] if isinstance(given, int) else given)]
+    return [d % max(count, 1) for d in ([stated] if isinstance(stated, int) else stated)]
 
 
 def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Outcome:
@@ -108,17 +108,20 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     kind = _KIND_OF.get(name)
     if kind == "exit":
         return Finding("exit", name, shape)
+    # every tensor rank would draw the same mask for other columns, or other masks for the same ones
     if kind == "draw" or name == "scaled_dot_product_attention":
         if _draws(name, args, kwargs):
             return Finding("draw", name, shape)
         if name == "scaled_dot_product_attention":
             return _attended(args, kwargs, result)
     if name in ("layer_norm", "rms_norm"):
+        # a norm over a split dim takes the mean of a part
         sizes = kwargs.get("normalized_shape", args[1] if len(args) > 1 else shape[-1:])
         dims = range(-len(sizes), 0)
         if split_axes.is_split(axes, dims):
             return Finding("reduction", name, shape)
         return [(result, axes)]
+    # torch.max(a, b) is elementwise
     is_pair = name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)
     if kind == "reduction" or (kind == "sum" and not is_pair):
         return _reduced(name, args, kwargs, axes, result, shape)
@@ -126,6 +129,7 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         return _multiplied(name, args, kwargs, axes, result)
     if kind == "window":
         return Finding("reduction", name, shape)
+    # where rows land may be shared with other ranks: the result is this rank's part of a sum
     if kind == "scatter":
         return name
     if kind == "cut":
@@ -144,7 +148,7 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     candidates = [
         split_axes.broadcast(_axes(t), result.shape) for t in tensors if hasattr(t, "axes")
     ]
-    return [(result, next((found for found in candidates if found is not None), None))]
+    return [(result, next((candidate for candidate in candidates if candidate is not None), None))]
 
 
 def _draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -178,20 +182,24 @@ def _reduced(
         if _KIND_OF[name] == "sum":
             return name
         return Finding("reduction", name, shape)
-    found: Followed = []
-    for tensor in result if isinstance(result, tuple) else (result,):
-        if isinstance(tensor, Tensor) and tensor.dim() == len(axes) and tensor.shape == shape:
-            found.append((tensor, axes))  # a softmax over keys
-        elif isinstance(tensor, Tensor):
-            found.append(
-                (tensor, split_axes.without(axes, dims, keepdim=tensor.dim() == len(axes)))
-            )
-    return found
+    results = result if isinstance(result, tuple) else (result,)
+    followed: Followed = []
+    for tensor in results:
+        if not isinstance(tensor, Tensor):
+            continue
+        keepdim = tensor.dim() == len(axes)
+        if keepdim and tensor.shape == shape:
+            # as a softmax over keys: nothing is reduced
+            followed.append((tensor, axes))
+        else:
+            followed.append((tensor, split_axes.without(axes, dims, keepdim=keepdim)))
+    return followed
 
 
 def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
     if name == "einsum":
         return _einsum(args, result)
+    # channels are dim 1, positions those after it
     if name.startswith("conv"):
         groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
         if split_axes.is_split(axes, range(2, len(axes))):
@@ -201,13 +209,15 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
         return None
     if len(args) < 2:
         return None
-    left, right = _axes(args[0]), _axes(args[1])
+    left = _axes(args[0])
+    right = _axes(args[1])
     if name == "linear":
         right = right[::-1]
     if len(left) < 1 or len(right) < 2:
         if left and split_axes.is_split(left, [-1]):
             return name
         return None
+    # multiplied over a split dim: each rank has its part of the sum
     if split_axes.is_split(left, [-1]) or split_axes.is_split(right, [-2]):
         return name
     product = (*(left if len(left) >= len(right) else right)[:-2], *left[-2:-1], right[-1])
@@ -215,8 +225,12 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
 
 
 def _einsum(args: tuple, result: Tensor) -> Outcome:
-    operands = args[1] if len(args) == 2 and isinstance(args[1], (tuple, list)) else args[1:]
+    if len(args) == 2 and isinstance(args[1], (tuple, list)):
+        operands = args[1]
+    else:
+        operands = args[1:]
     equation = args[0].replace(" ", "") if isinstance(args[0], str) else "."
+    # operands in other forms are not followed: nothing is said of them
     if "." in equation or "->" not in equation:
         return None
     inputs, output = equation.split("->")
@@ -225,15 +239,16 @@ def _einsum(args: tuple, result: Tensor) -> Outcome:
         for letter, atom in zip(letters, _axes(operand), strict=True):
             if letter not in atoms or any(split for _, split in atom):
                 atoms[letter] = atom
-    if any(
-        any(split for _, split in atom) for letter, atom in atoms.items() if letter not in output
-    ):
-        return "einsum"
+    for letter, atom in atoms.items():
+        is_split = any(split for _, split in atom)
+        if is_split and letter not in output:
+            return "einsum"
     return [(result, tuple(atoms[letter] for letter in output))]
 
 
 def _permuted(func: Any, args: tuple, kwargs: dict[str, Any], axes: Axes) -> Axes:
     """The function itself says the order: of a tensor whose dims have as many sizes."""
+    # sizes 2, 3, 4 ...: each dim is known by its size afterwards
     probe = torch.empty([place + 2 for place in range(len(axes))], device="meta")
     order = [size - 2 for size in func(probe, *args[1:], **kwargs).shape]
     return tuple(axes[place] for place in order)
@@ -272,13 +287,12 @@ def _cut(
         (dim,) = _dims(args, kwargs, 1, 0, len(axes))
         if split_axes.is_split(axes, [dim]):
             return across
-        pieces = (
-            [result]
-            if name == "select"
-            else list(result)
-            if isinstance(result, (tuple, list))
-            else []
-        )
+        if name == "select":
+            pieces = [result]
+        elif isinstance(result, (tuple, list)):
+            pieces = list(result)
+        else:
+            pieces = []
         return [(piece, split_axes.without(axes, [dim])) for piece in pieces]
     if name in ("narrow", "index_select"):
         (dim,) = _dims(args, kwargs, 1, 0, len(axes))
@@ -303,13 +317,14 @@ def _cut(
 
 def _indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
     """Axes of `x[index]`; "across" where it takes columns by number; None: not followed."""
-    index = index if isinstance(index, tuple) else (index,)
-    if any(
-        not (i is None or i is Ellipsis or isinstance(i, (int, slice))) or isinstance(i, bool)
-        for i in index
-    ):
-        return None
-    given = sum(i is not None and i is not Ellipsis for i in index)
+    if not isinstance(index, tuple):
+        index = (index,)
+    # a mask or a tensor of numbers: which columns it takes is not known without reading it
+    for i in index:
+        is_plain = i is None or i is Ellipsis or isinstance(i, (int, slice))
+        if not is_plain or isinstance(i, bool):
+            return None
+    indexed_dims = sum(i is not None and i is not Ellipsis for i in index)
     if Ellipsis not in index:
         index = (*index, Ellipsis)
     result: list[Any] = []
@@ -318,8 +333,8 @@ def _indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
         if i is None:
             result.append(())
         elif i is Ellipsis:
-            result.extend(axes[dim : dim + len(axes) - given])
-            dim += len(axes) - given
+            result.extend(axes[dim : dim + len(axes) - indexed_dims])
+            dim += len(axes) - indexed_dims
         elif isinstance(i, int):
             if split_axes.is_split(axes, [dim]):
                 return "across"
@@ -344,6 +359,7 @@ def _strided(axes: Axes, dim: int, step: int) -> str | None:
     """Every step-th column: right where that is one of what lies inside each split column."""
     atoms = axes[dim]
     last = max(place for place, (_, split) in enumerate(atoms) if split)
+    # elements that lie together inside one split column, such as a head's
     inner = prod(n for n, _ in atoms[last + 1 :])
     if inner % abs(step) == 0 and inner > 1:
         return None

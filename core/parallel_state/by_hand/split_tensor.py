@@ -29,6 +29,7 @@ class SplitTensor(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            # our own layers know what a part is; only the program's use is judged
             if torch.compiler.is_compiling() or _called_by_core():
                 return func(*args, **kwargs)
             inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitTensor)]
@@ -36,6 +37,7 @@ class SplitTensor(Tensor):
             if seen_by is None or torch._C._are_functorch_transforms_active():
                 return func(*args, **kwargs)
             name = function_name(func)
+            # the gradient that a hook gets is split as its tensor: what the hook does with it is followed, too
             if name == "register_hook" and inputs[0] is args[0] and len(args) == 2:
                 return func(args[0], seen_by.listening(args[1], inputs[0].axes))
             seen_by.check(name, args, kwargs)
@@ -62,6 +64,7 @@ class SplitTensor(Tensor):
 
 def _called_by_core() -> bool:
     """Whether our code calls, which knows what it is given: torch's frames between are passed over."""
+    # 0 is this function, 1 __torch_function__
     frame = sys._getframe(2)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -83,8 +86,10 @@ class Follower:
             partial or (axes is not None and split_axes.is_split(axes))
         ):
             return
+        # by assignment: views, graph and identity stay
         tensor.__class__ = SplitTensor
-        tensor.axes, tensor.partial = axes if axes is not None else (), partial  # type: ignore[attr-defined]
+        tensor.axes = axes if axes is not None else ()  # type: ignore[attr-defined]
+        tensor.partial = partial  # type: ignore[attr-defined]
         tensor.seen_by = weakref.ref(self)  # type: ignore[attr-defined]
         self._marked.append(weakref.ref(tensor))
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from core.parallel_state.collectives.groups import Group
 
 _HERE = str(Path(__file__).parent)
-_BYTES = 240  # of a description: all ranks send as many, longer ones are cut
+# of a description: all ranks send as many, longer ones are cut
+_BYTES = 240
 
 
 def _call_site() -> str:

@@ -22,11 +22,12 @@ from core.parallel_state.collectives.groups import Group, is_initialized
 _PACKAGE = __name__.rpartition(".")[0]
 POLL_S = 0.02
 LONGEST = 20_000  # characters of what an exception says
-LINGER_S = 5.0  # how long the store outlives the first ranks that know the verdict, for late ones
-HOST_LINGER_S = 30.0  # on the rank whose process the store lives in
-GONE_S = (
-    1.0  # a connection that closed needs no patience: whoever closed it has told why, or cannot
-)
+# how long the store outlives the first ranks that know the verdict, for late ones
+LINGER_S = 5.0
+# on the rank whose process the store lives in
+HOST_LINGER_S = 30.0
+# a connection that closed needs no patience: whoever closed it has told why, or cannot
+GONE_S = 1.0
 
 
 class Unanswered(RuntimeError):
@@ -100,6 +101,7 @@ def waited(
     while result is not None and result not in chain:
         chain.append(result)
         result = result.__cause__ or result.__context__
+    # the innermost: later errors are often about cleaning up after it
     transport_failure = next((e for e in reversed(chain) if _is_transport_failure(e)), None)
     if transport_failure is None:
         return (), False
@@ -110,7 +112,8 @@ def waited(
 
 def _groups(error: BaseException) -> Iterator[Group]:
     """The groups of our collectives that an exception came through, the innermost first."""
-    frames, step = [], error.__traceback__
+    frames = []
+    step = error.__traceback__
     while step is not None:
         frames.append(step.tb_frame)
         step = step.tb_next
@@ -118,7 +121,8 @@ def _groups(error: BaseException) -> Iterator[Group]:
         if frame.f_globals.get("__name__", "").startswith(_PACKAGE):
             names = frame.f_locals
             group = names.get("group")
-            if isinstance(names, dict):  # a copy (before Python 3.13), which the frame would keep
+            # a copy (before Python 3.13), which the frame would keep
+            if isinstance(names, dict):
                 names.clear()
             if isinstance(group, Group):
                 yield group
@@ -132,12 +136,10 @@ class Board:
 
     def __init__(self, key: str, rank: int, world: int, moment_s: float) -> None:
         self._store: Any = c10d._get_default_store() if is_initialized() else None
-        self._key, self.rank, self.world, self.moment_s = (
-            f"paracore/failure/{key}",
-            rank,
-            world,
-            moment_s,
-        )
+        self._key = f"paracore/failure/{key}"
+        self.rank = rank
+        self.world = world
+        self.moment_s = moment_s
 
     def tell(self, own_report: FailureReport) -> None:
         """Before leaving the groups: whoever fails because of that finds it here. An exception of one's own is the
@@ -165,7 +167,10 @@ class Board:
     def linger(self, verdict: FailureReport) -> None:
         """Wait until all ranks that will come know the verdict, or for a while: the store may live in this process,
         and a launcher may end all others when one has ended."""
-        seconds = LINGER_S if self.rank or _launcher_keeps_it() else HOST_LINGER_S
+        if self.rank or _launcher_keeps_it():
+            seconds = LINGER_S
+        else:
+            seconds = HOST_LINGER_S
 
         def wait() -> None:
             end = time.monotonic() + seconds
@@ -182,10 +187,12 @@ class Board:
         result: list[Any] = []
 
         def run() -> None:
-            with suppress(RuntimeError):  # torch.distributed.DistError and its kin
+            # torch.distributed.DistError and its kin
+            with suppress(RuntimeError):
                 result.append(call())
 
         if self._store is not None:
+            # a thread, because a call of the store cannot be interrupted; a daemon, so that it holds up no exit
             thread = threading.Thread(target=run, daemon=True)
             thread.start()
             thread.join(seconds)
@@ -209,13 +216,17 @@ class Board:
         """The first failure, as far as this rank can know."""
         if not own_report.waits_for:
             return own_report
-        patience = self.moment_s if own_report.timed_out else min(GONE_S, self.moment_s)
+        if own_report.timed_out:
+            patience = self.moment_s
+        else:
+            patience = min(GONE_S, self.moment_s)
         end = time.monotonic() + patience
         while True:
             if (first := self._report_at("first")) is not None:
                 return first
             reports = {own_report.rank: own_report}
             silent = _silent(own_report, reports, self._report_at)
+            # a peer that closed its connection and wrote nothing before it did so will not write any more
             dead = (
                 not own_report.timed_out
                 and len(own_report.waits_for) == 1
@@ -249,7 +260,8 @@ def _silent(
     own_report: FailureReport, reports: dict[int, FailureReport], read_report: Any
 ) -> set[int]:
     """Ranks that are waited for, directly or by others, and have reported nothing; reports found are added."""
-    silent, to_visit = set(), list(own_report.waits_for)
+    silent = set()
+    to_visit = list(own_report.waits_for)
     while to_visit:
         rank = to_visit.pop()
         if rank in reports or rank in silent:
@@ -273,6 +285,7 @@ def _verdict(
     """
     lines = [reports[rank].text for rank in sorted(reports)]
     calls = [report.call for report in reports.values()]
+    # ranks are in one call if all is well: the call of most is taken for the right one
     common_call = max(calls, key=calls.count)
     elsewhere = [rank for rank in sorted(reports) if reports[rank].call != common_call]
     came_late = [rank for rank in sorted(reports) if not reports[rank].timed_out]

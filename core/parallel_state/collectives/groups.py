@@ -13,7 +13,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 DEFAULT_TIMEOUT_S = 600.0
-BUILT_IN = ("gloo", "nccl", "xccl", "ucc", "mpi")  # backends that a torch is built with, or without
+# backends that a torch is built with, or without
+BUILT_IN = ("gloo", "nccl", "xccl", "ucc", "mpi")
 
 
 @dataclass
@@ -100,15 +101,19 @@ class Group:
         """Beside a backend that knows accelerators only: a gloo group of these ranks, for `on_host`. Collective."""
         process_group = create_group(self.name, self.ranks, timeout_s, "gloo")
         self._on_host = Group(self.name, self.ranks, self.rank, process_group, self.timeout)
-        self._on_host.gloo, self._on_host.staged = frozenset({"cpu"}), frozenset()
+        self._on_host.gloo = frozenset({"cpu"})
+        self._on_host.staged = frozenset()
 
     def close(self) -> None:
         """Leave the group; calls of ranks that still wait in it fail at once. Nothing can be sent afterwards."""
-        while self.under_way:  # who holds one of them holds the connection
+        # who holds one of them holds the connection
+        while self.under_way:
             self.under_way.pop().forget()
-        group, self.process_group = self.process_group, Closed(self.name)  # type: ignore[assignment]
+        group = self.process_group
+        self.process_group = Closed(self.name)  # type: ignore[assignment]
         if (host_group := self._on_host) is not None:
-            other, host_group.process_group = host_group.process_group, self.process_group
+            other = host_group.process_group
+            host_group.process_group = self.process_group
             if isinstance(other, ProcessGroup) and other is not group:
                 abandon_group(other)
         if isinstance(group, ProcessGroup):
@@ -119,6 +124,7 @@ class Group:
         self.timeout = timedelta(seconds=timeout_s)
         if self._on_host is not None:
             self._on_host.timeout = self.timeout
+        # torch has no public way to change the time of a group that exists
         for device in self.process_group._device_types:
             self.process_group._get_backend(device)._set_default_timeout(self.timeout)
 
@@ -161,7 +167,7 @@ def world() -> tuple[int, int]:
 
 
 def init_world(backend: str | None, timeout_s: float, **init_options: Any) -> None:
-    """Join the default group; `where` is what torch.distributed.init_process_group takes beside."""
+    """Join the default group; `init_options` are what torch.distributed.init_process_group takes beside."""
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **init_options)
 
 
@@ -174,12 +180,12 @@ def destroy_world() -> None:
     if is_initialized():
         dist.destroy_process_group()
     module = sys.modules.get("torch.distributed.nn.functional")
+    # whoever imported the module before the world was left has the group in its default arguments
     for function in vars(module).values() if module is not None else ():
         defaults = getattr(function, "__defaults__", None) or ()
+        without = [None if isinstance(each, ProcessGroup) else each for each in defaults]
         if any(isinstance(default, ProcessGroup) for default in defaults):
-            function.__defaults__ = tuple(
-                None if isinstance(default, ProcessGroup) else default for default in defaults
-            )
+            function.__defaults__ = tuple(without)
 
 
 def world_group(timeout_s: float, *, checked: bool = False) -> Group | None:
@@ -198,11 +204,11 @@ def world_timeout_s() -> float:
         return DEFAULT_TIMEOUT_S
     group = dist.group.WORLD
     assert group is not None
-    timeouts = [
-        group._get_backend(device).options._timeout.total_seconds()
-        for device in group._device_types
-        if hasattr(group._get_backend(device), "options")
-    ]
+    timeouts = []
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        if hasattr(backend, "options"):
+            timeouts.append(backend.options._timeout.total_seconds())
     return min(timeouts, default=DEFAULT_TIMEOUT_S)
 
 
@@ -225,7 +231,8 @@ def create_group(
     # how often these ranks were grouped: counted in the store, because a local count differs between ranks
     times_created = c10d._get_default_store().add(f"paracore/{members}/{dist.get_rank()}", 1)
     torch_naming = c10d._process_group_name
-    bound_device, world.bound_device_id = world.bound_device_id, None
+    bound_device = world.bound_device_id
+    world.bound_device_id = None
     c10d._process_group_name = lambda *_, **__: c10d.GroupName(
         f"paracore_{world.group_name}_{members}_{times_created}"
     )
@@ -238,7 +245,8 @@ def create_group(
             group_desc=f"{name}:{members}",
         )
     finally:
-        c10d._process_group_name, world.bound_device_id = torch_naming, bound_device
+        c10d._process_group_name = torch_naming
+        world.bound_device_id = bound_device
     assert isinstance(group, ProcessGroup)
     return group
 
@@ -257,7 +265,10 @@ def can_abort(group: ProcessGroup | None = None) -> bool:
 def abandon_group(group: ProcessGroup) -> None:
     """Leave one group after a failure. NCCL's own `shutdown` would wait for kernels whose peers never come."""
     if is_initialized() and group in c10d._world.pg_map:
-        leave = c10d._abort_process_group if can_abort(group) else dist.destroy_process_group
+        if can_abort(group):
+            leave = c10d._abort_process_group
+        else:
+            leave = dist.destroy_process_group
         leave(group)
 
 
@@ -273,6 +284,7 @@ def mesh(
 ) -> DeviceMesh:
     """A DeviceMesh over existing groups; nothing new is created."""
     layout = torch.tensor(ranks)
-    if len(groups) == 1:  # torch derives a 1-D mesh from the group itself
+    # torch derives a 1-D mesh from the group itself
+    if len(groups) == 1:
         return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
     return DeviceMesh.from_group(groups, device_type, mesh=layout, mesh_dim_names=names)

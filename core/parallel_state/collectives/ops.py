@@ -17,7 +17,8 @@ from core.parallel_state.collectives.failure import check_answered
 from core.parallel_state.collectives.groups import Group
 from core.parallel_state.collectives.staged import StagedCollective, to_host
 
-TAG = 0x7A11  # of the messages inside a composed collective, so that they never match a user's
+# of the messages inside a composed collective, so that they never match a user's
+TAG = 0x7A11
 
 
 class PendingCollective(Protocol):
@@ -47,7 +48,8 @@ class Done:
     __slots__ = ("_result", "_work")
 
     def __init__(self, result: Tensor, work: Any = None) -> None:
-        self._result, self._work = result, work
+        self._result = result
+        self._work = work
 
     def wait(self) -> Tensor:
         if self._work is not None:
@@ -91,9 +93,8 @@ def all_reduce(x: Tensor, group: Group | None, op: str = "sum") -> Tensor:
 
 def start_all_reduce(x: Tensor, group: Group | None) -> PendingCollective:
     """Sum `x` in place over `group` beside other work; `wait()` returns it."""
-    if (
-        group is None or x.device.type in group.gloo
-    ):  # gloo's copying competes for CPU cores: no overlap
+    # gloo's copying competes for CPU cores: no overlap
+    if group is None or x.device.type in group.gloo:
         return Done(all_reduce(x, group))
     if group.checked:
         compare_across_ranks("start_all_reduce", x, group)
@@ -171,7 +172,9 @@ def start_reduce_scatter(x: Tensor, group: Group | None) -> PendingCollective:
 
 def _exchange(send_buffers: list[Tensor], receive_buffers: list[Tensor], group: Group) -> None:
     """Send send_buffers[j] to rank j and receive receive_buffers[j] from it, for every other rank j; contiguous."""
-    process_group, size, rank = group.process_group, group.size, group.rank
+    process_group = group.process_group
+    size = group.size
+    rank = group.rank
     # every rank begins with its next neighbour, so that not all send to rank 0 first
     peers = [*range(rank + 1, size), *range(rank)]
     try:
@@ -194,9 +197,11 @@ def _exchange_and_sum(x: Tensor, group: Group) -> Tensor:
         _exchange(list(shards), [received_shard, received_shard], group)
         return received_shard.add_(local)
     scratch = x.new_empty((group.size, *local.shape))
+    # its own shard needs no message
     scratch[group.rank].copy_(local)
     _exchange(list(shards), list(scratch), group)
-    return scratch.sum(0, dtype=x.dtype)  # in rank order, and in float32 inside for 16-bit types
+    # in rank order, and in float32 inside for 16-bit types
+    return scratch.sum(0, dtype=x.dtype)
 
 
 def all_to_all(
@@ -242,7 +247,8 @@ def _send_rows(
     x = x.contiguous()
     if group.checked:  # of uneven rows all but their number
         compare_across_ranks("all_to_all", x if send_rows is None else x[:0], group)
-    waits_here = x.device.type in group.gloo  # its copying competes for CPU cores: no overlap
+    # its copying competes for CPU cores: no overlap
+    waits_here = x.device.type in group.gloo
     try:
         work = group.process_group.alltoall_base(received, x, receive_rows or [], send_rows or [])
         if waits_here:

@@ -29,7 +29,10 @@ class Received:
     """A message on its way; `wait()` returns its tensor."""
 
     def __init__(self, tensor: Tensor, work: Any, group: Group, into: Tensor | None = None) -> None:
-        self._tensor, self._work, self._group, self._into = tensor, work, group, into
+        self._tensor = tensor
+        self._work = work
+        self._group = group
+        self._into = into
 
     def wait(self) -> Tensor:
         """Wait until the message is here, at most the group's timeout; on an accelerator its stream waits for it.
@@ -59,17 +62,20 @@ class Sent:
         self, tensor: Tensor, works: list[Any], group: Group, header_tensor: Tensor | None = None
     ) -> None:
         self._tensors: tuple[Tensor | None, ...] = (tensor, header_tensor)
-        self._works, self._group, self._version = works, group, version_of(tensor)
+        self._works = works
+        self._group = group
+        # autograd's write counter: gloo reads the memory whenever it likes, so a write in between is an error
+        self._version = version_of(tensor)
 
     def wait(self, *, arrived: bool = False) -> None:
         """Block until the receiver has it, then let the tensor go. `arrived`: it is known to have it.
 
         Raises RuntimeError: somebody wrote into the tensor meanwhile; what arrived is anyone's guess.
         """
-        tensor, group = self._tensors[0] if self._tensors else None, self._group
-        if not arrived or (
-            tensor is not None and tensor.device.type != "cpu"
-        ):  # on an accelerator the stream waits, not the host
+        tensor = self._tensors[0] if self._tensors else None
+        group = self._group
+        # on an accelerator the stream waits, not the host
+        if not arrived or (tensor is not None and tensor.device.type != "cpu"):
             for work in self._works:
                 assert tensor is not None
                 _wait(work, tensor, group)
@@ -100,8 +106,10 @@ def isend(tensor: Tensor, peer: int, group: Group, *, tag: int = 0, header: bool
     """Start sending to the group's rank `peer`. With `header` the receiver checks shape and dtype first."""
     if tensor.device.type in group.staged:
         return isend(to_host(tensor), peer, group.on_host, tag=tag, header=header)
+    # what is under way must not move; a strided tensor is copied here, and the copy kept by `Sent`
     tensor = tensor.contiguous()
-    header_tensor, works = None, []
+    header_tensor = None
+    works = []
     if header:
         header_tensor = _header(tuple(tensor.shape), tensor.dtype).to(tensor.device)
         works.append(group.process_group.send([header_tensor], peer, tag))
@@ -126,7 +134,8 @@ def irecv(
     """
     if (device.type if device is not None else "cpu") in group.staged:
         into = torch.empty(shape, dtype=dtype, device=device)
-        host, on_host = host_memory(into), group.on_host
+        host = host_memory(into)
+        on_host = group.on_host
         if header:
             _expect_header(host, peer, on_host, tag)
         return Received(host, group.process_group.recv([host], peer, tag), on_host, into)

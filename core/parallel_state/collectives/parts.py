@@ -29,13 +29,14 @@ class _PeerMessages:
         tag: int,
         label: str,
     ) -> None:
-        process_group, size, rank = group.process_group, group.size, group.rank
-        self._group, self._label, self._tensors_under_way, tag = (
-            group,
-            label,
-            (send_buffers, receive_buffers),
-            TAG + ((tag + 1) << 16),
-        )
+        process_group = group.process_group
+        size = group.size
+        rank = group.rank
+        self._group = group
+        self._label = label
+        self._tensors_under_way = (send_buffers, receive_buffers)
+        tag = TAG + ((tag + 1) << 16)
+        # each rank begins with its next neighbour: no rank is everybody's first
         peers = [(rank + distance) % size for distance in range(1, size)]
         self._works: list[tuple[int, Any]] = [
             (peer, process_group.send([send_buffers[peer]], peer, tag)) for peer in peers
@@ -64,11 +65,13 @@ class _PeerMessages:
                     "other modules or another order of them; every rank of a group must run the same",
                     (group.ranks[peer],),
                 ) from error
-        self._works, self._tensors_under_way = [], ([], [])
+        self._works = []
+        self._tensors_under_way = ([], [])
 
     def forget(self) -> None:
         """Drop them without waiting: the group is being closed."""
-        self._works, self._tensors_under_way = [], ([], [])
+        self._works = []
+        self._tensors_under_way = ([], [])
 
 
 class _PendingSum:
@@ -76,12 +79,17 @@ class _PendingSum:
     bits."""
 
     def __init__(self, local: Tensor, shards: list[Tensor], rank: int, messages: Any) -> None:
-        self._local, self._shards, self._rank, self._messages = local, shards, rank, messages
+        self._local = local
+        self._shards = shards
+        self._rank = rank
+        self._messages = messages
 
     def wait(self) -> Tensor:
         self._messages.wait()
-        local, shards = self._local, self._shards
-        if len(shards) == 2:  # a + b is b + a: the order does not matter
+        local = self._local
+        shards = self._shards
+        # a + b is b + a: the order does not matter
+        if len(shards) == 2:
             return local.add_(shards[1 - self._rank])
         # rank 0's shard first, then 1, 2 ...: floating-point sums depend on the order
         total = local if self._rank == 0 else shards[0].to(local.dtype)
@@ -126,12 +134,15 @@ def start_sum_into_own(
     start_time = perf_counter()
     if group.checked:
         compare_across_ranks(label, x, group)
-    local, shard_size = own_part(x, group), x.shape[0] // group.size
+    local = own_part(x, group)
+    shard_size = x.shape[0] // group.size
     pending: PendingCollective
     if composes(x, group):
+        # gloo: parts travel as messages, and each rank adds up those of its own shard
         to_send = x if reduce_dtype is None else x.to(reduce_dtype)
         scratch = to_send.new_empty(((group.size - 1) * shard_size,))
         shards = list(scratch.split(shard_size))
+        # in rank order; the own one is not sent
         shards.insert(group.rank, local)
         pending = _PendingSum(
             local,
@@ -182,7 +193,8 @@ def start_gather_parts(
 
 class _PendingGather:
     def __init__(self, x: Tensor, messages: _PeerMessages) -> None:
-        self._x, self._messages = x, messages
+        self._x = x
+        self._messages = messages
 
     def wait(self) -> Tensor:
         self._messages.wait()

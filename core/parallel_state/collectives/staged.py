@@ -28,7 +28,8 @@ class StagedCollective:
     """A collective under way in host memory; `wait()` copies its result into `target`, and returns that."""
 
     def __init__(self, pending: _Pending, target: Tensor) -> None:
-        self._pending, self._target = pending, target
+        self._pending = pending
+        self._target = target
 
     def wait(self) -> Tensor:
         """Wait for the result; the copy to the device runs on its stream."""

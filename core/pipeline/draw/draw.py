@@ -30,10 +30,15 @@ _OTHER_FILL = ("#9aa0a6", "#9aa0a6")
 _IDLE = "#f1f2f4"
 
 # of the SVG, in its units
-_LEFT, _TOP, _LANE_HEIGHT, _LANE_GAP = 64.0, 58.0, 26.0, 5.0
-_MIN_WIDTH, _MAX_WIDTH = 1080.0, 2400.0
+_LEFT = 64.0
+_TOP = 58.0
+_LANE_HEIGHT = 26.0
+_LANE_GAP = 5.0
+_MIN_WIDTH = 1080.0
+_MAX_WIDTH = 2400.0
 _DIGIT_WIDTH = 0.62  # of the font size
-_MAX_FONT, _MIN_FONT = 11.0, 7
+_MAX_FONT = 11.0
+_MIN_FONT = 7
 _LETTER_WIDTH = 6.6  # of the key
 
 
@@ -45,7 +50,8 @@ def _chunk_of_stage(row: Sequence[Event]) -> dict[int, int]:
 
 def _label_events(row: Sequence[Event]) -> list[tuple[Event, str]]:
     """Each event with `F3`; of the rank's second stage `f3`, of the third `F3'`."""
-    chunk_of_stage, labelled = _chunk_of_stage(row), []
+    chunk_of_stage = _chunk_of_stage(row)
+    labelled = []
     for event in row:
         kind, stage, microbatch = event.action
         chunk = chunk_of_stage[stage]
@@ -76,7 +82,8 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
     if not cells:
         return "nothing ran\n"
     label_time = _label_time(timeline)
-    scale = (max(len(label) for _, label in cells) + 1) / label_time  # columns per unit of time
+    # columns per unit of time
+    scale = (max(len(label) for _, label in cells) + 1) / label_time
     lines = [_text_line(row, scale, _column(timeline.makespan, scale)) for row in rows]
     names = [f"rank {rank} |" for rank in range(len(lines))]
     names = [name.rjust(max(map(len, names))) for name in names]
@@ -86,9 +93,8 @@ def draw_text(timeline: Timeline, width: int = 118) -> str:
     cell_width = _column(label_time, scale)
     if panel_width > cell_width:
         panel_width -= panel_width % cell_width
-    last_column = max(
-        len(line.rstrip(". ")) for line in lines
-    )  # no panel for the end of the last cell alone
+    # no panel for the end of the last cell alone
+    last_column = max(len(line.rstrip(". ")) for line in lines)
     panels = []
     for begin in range(0, last_column, panel_width):
         panel = ""
@@ -168,7 +174,8 @@ def _boxes(row: Sequence[Event], y: float, scale: float) -> Iterator[str]:
     chunk_of_stage = _chunk_of_stage(row)
     for event in row:
         kind, stage, microbatch = event.action
-        x, width = _LEFT + event.start * scale, (event.end - event.start) * scale
+        x = _LEFT + event.start * scale
+        width = (event.end - event.start) * scale
         fill = shade(kind, chunk_of_stage[stage], len(chunk_of_stage))
         border = 0.6 if width > 3 else 0
         yield (
@@ -180,7 +187,8 @@ def _boxes(row: Sequence[Event], y: float, scale: float) -> Iterator[str]:
         number = str(microbatch)
         font_size = min(_MAX_FONT, (width - 3) / (_DIGIT_WIDTH * len(number)))
         if font_size >= _MIN_FONT:
-            middle, base = x + width / 2, y + _LANE_HEIGHT / 2 + 0.36 * font_size
+            middle = x + width / 2
+            base = y + _LANE_HEIGHT / 2 + 0.36 * font_size
             yield f'<text x="{middle:.2f}" y="{base:.2f}" class="m" font-size="{font_size:.1f}">{number}</text>'
 
 
@@ -190,7 +198,8 @@ def shade(kind: str, chunk: int, chunks: int) -> str:
     progress = chunk / (chunks - 1) if chunks > 1 else 0.0
     colour = "#"
     for index in (1, 3, 5):  # red, green, blue
-        dark, pale = int(first[index : index + 2], 16), int(last[index : index + 2], 16)
+        dark = int(first[index : index + 2], 16)
+        pale = int(last[index : index + 2], 16)
         colour += f"{round(dark + (pale - dark) * progress):02x}"
     return colour
 

@@ -41,7 +41,10 @@ def read_csv(text: str, placement: Iterable[int] | None = None, name: str = "csv
     cell: no text, something that is not an action; a stage with F on two ranks or on none; a rank without stages.
     """
     if not isinstance(text, str) or not text.strip("\ufeff \r\n\t,"):
-        content = "no action" if isinstance(text, str) else f"a {type(text).__name__}"
+        if isinstance(text, str):
+            content = "no action"
+        else:
+            content = f"a {type(text).__name__}"
         raise ValueError(
             f"a schedule's CSV has one line per rank, of cells such as 0F0, and this is {content}; read the file"
         )
@@ -54,9 +57,8 @@ def read_csv(text: str, placement: Iterable[int] | None = None, name: str = "csv
     if placement is None:
         placement = _placement_of(orders)
     stages = tuple(placement)
-    if text.endswith(
-        ("\n\n", "\n\r\n")
-    ):  # the last ranks of a given placement may have nothing to do
+    # the last ranks of a given placement may have nothing to do
+    if text.endswith(("\n\n", "\n\r\n")):
         missing_ranks = 1 + max(stages, default=-1) - len(orders)
         orders += [[]] * missing_ranks
     check_placement(stages, len(orders))

@@ -114,7 +114,8 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
                     f"input {index} of shape {tuple(leaf.shape)} was computed from other tensors (1 graph for 2 "
                     "stages); give the stage x.detach().requires_grad_()"
                 )
-            leaf.grad = None  # autograd would add to what an earlier use left there
+            # autograd would add to what an earlier use left there
+            leaf.grad = None
 
     if roots:
         torch.autograd.backward(roots, root_grads)
@@ -123,9 +124,8 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             input_grads.append(leaf.grad)
-            leaf.grad = (
-                None  # an input that stands twice in `inputs` gets its gradient once, then None
-            )
+            # an input that stands twice in `inputs` gets its gradient once, then None
+            leaf.grad = None
         else:
             input_grads.append(None)
     if nesting is None:

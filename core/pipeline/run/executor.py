@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.pipeline.run.channel import Channel
+from core.pipeline.run.messages.channel import Channel
 from core.pipeline.run.microbatch import StepContext
 from core.pipeline.run.ranges import named, profiled
 from core.pipeline.run.stage import Stage
@@ -23,7 +23,8 @@ class Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[Action, Any, Any]] = []  # (action, start, end)
+        # (action, start, end)
+        self._marks: list[tuple[Action, Any, Any]] = []
         self.begin = self._end = self.now()
 
     def now(self) -> Any:
@@ -52,9 +53,8 @@ class Clock:
             torch.accelerator.synchronize(self._device)
 
             def seconds(moment: Any) -> float:
-                return (
-                    float(self.begin.elapsed_time(moment)) / 1e3
-                )  # elapsed_time is in milliseconds
+                # elapsed_time is in milliseconds
+                return float(self.begin.elapsed_time(moment)) / 1e3
 
         events = tuple(
             Event(action, seconds(start), seconds(end)) for action, start, end in self._marks
@@ -78,7 +78,10 @@ class Executor:
         step: StepContext,
         watch: MemoryWatch | None = None,
     ) -> None:
-        self.plan, self.stages, self.channel, self.step = plan, stages, channel, step
+        self.plan = plan
+        self.stages = stages
+        self.channel = channel
+        self.step = step
         self._watch = watch
         self.outputs: dict[int, Any] = {}
         self.current_action: Action | None = None
@@ -93,19 +96,26 @@ class Executor:
         compute: Callable[[Action], None] = self._compute
         communicate: Callable[[Action], None] = self._communicate
         if profiled():
-            compute, communicate = self._named(compute), self._named(communicate)
-        if self._watch is not None:  # in one step only, so that all others pay nothing
+            compute = self._named(compute)
+            communicate = self._named(communicate)
+        # in one step only, so that all others pay nothing
+        if self._watch is not None:
             compute = partial(self._compute_watched, self._watch)
-        for action in self.plan.order:
-            self.current_action = action
-            if action.kind in "FIWR":
-                start = clock.now()
-                compute(action)
-                clock.add(action, start)
-            else:
-                communicate(action)
-        self.current_action = None
-        self.channel.finish()
+        try:
+            for action in self.plan.order:
+                self.current_action = action
+                if action.kind in "FIWR":
+                    start = clock.now()
+                    compute(action)
+                    clock.add(action, start)
+                else:
+                    communicate(action)
+            self.current_action = None
+            self.channel.finish()
+        except BaseException:
+            # messages under way would keep connections open, and peers waiting
+            self.channel.drop()
+            raise
 
     def _named(self, run: Callable[[Action], None]) -> Callable[[Action], None]:
         """`run` inside a range of the action's name, such as F2.5 (stage 2, microbatch 5), for a profiler."""
@@ -154,7 +164,8 @@ class Executor:
     def _compute(self, action: Action) -> None:
         kind, index, microbatch = action
         assert microbatch is not None
-        stage, step = self.stages[index], self.step
+        stage = self.stages[index]
+        step = self.step
         match kind:
             case "F":
                 # activation checkpointing: where an R follows, F keeps no graph
@@ -170,7 +181,10 @@ class Executor:
                 if stage.last:
                     self.outputs[microbatch] = output
             case "I":
-                output_grads = None if stage.last else self._pending.pop(("B", index, microbatch))
+                if stage.last:
+                    output_grads = None
+                else:
+                    output_grads = self._pending.pop(("B", index, microbatch))
                 input_grads = stage.input_gradients(microbatch, output_grads, step)
                 if not stage.first:
                     self._pending["B", index - 1, microbatch] = input_grads

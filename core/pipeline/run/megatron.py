@@ -23,14 +23,16 @@ class _StageWithInput:
     """
 
     def __init__(self, model: nn.Module, received: Any) -> None:
-        self._model, self._received = model, received
+        self._model = model
+        self._received = received
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._received is None:
             return self._model(*args, **kwargs)
         if args:
             return self._model(self._received, *args[1:], **kwargs)
-        for name in ("input_ids", "tokens"):  # Megatron's name for it, and ours
+        # Megatron's name for it, and ours
+        for name in ("input_ids", "tokens"):
             kwargs.pop(name, None)
         return self._model(self._received, **kwargs)
 
@@ -86,8 +88,10 @@ def _cached_pipeline(
 ) -> _PipelineCache:
     """The pipeline of these models, built at the first call and when an argument changes; its step count goes on."""
     cache: _PipelineCache = models[0].__dict__.setdefault("_forward_backward", _PipelineCache())
+    # grad_sync last: a call without gradients compares all but that
     key = (tuple(map(id, models)), num_microbatches, id(ps), seed, id(grad_sync))
-    if forward_only and cache.key[:-1] == key[:-1]:  # without gradients grad_sync does not matter
+    # without gradients grad_sync does not matter
+    if forward_only and cache.key[:-1] == key[:-1]:
         return cache
     if forward_only and grad_sync is None:
         grad_sync = NullGradSync()
@@ -96,7 +100,9 @@ def _cached_pipeline(
         if cache.pipeline is not None:
             step_index = cache.pipeline.step_index
             cache.pipeline.close()
-        cache.chunks, cache.key = [_ForwardStepModule(model) for model in models], key
+        cache.chunks = [_ForwardStepModule(model) for model in models]
+        cache.key = key
+        # Megatron's two: several chunks of a model on a rank are its virtual stages
         schedule = "1f1b" if len(models) == 1 else "interleaved-1f1b"
         cache.pipeline = Pipeline(
             cache.chunks,
@@ -107,7 +113,8 @@ def _cached_pipeline(
             seed=seed,
         )
         cache.pipeline.step_index = step_index
-        cache.pipeline.sums_watch.close()  # `loss_func` returns means
+        # `loss_func` returns means
+        cache.pipeline.sums_watch.close()
     return cache
 
 
@@ -120,7 +127,8 @@ def _average_like_megatron(outputs: tuple, num_microbatches: int) -> tuple[Tenso
         raise ValueError(
             f"loss_func returned {len(outputs)} values; return (loss, report) or (loss, num_tokens, report)"
         )
-    loss, report = outputs[0], outputs[-1]
+    loss = outputs[0]
+    report = outputs[-1]
     if len(outputs) == 3:
         loss = loss / torch.as_tensor(outputs[1], device=loss.device).clamp(min=1)
     return loss / num_microbatches, report
@@ -180,7 +188,8 @@ def forward_backward(
     )
     assert cache.pipeline is not None
     for chunk, iterator in zip(cache.chunks, iterators, strict=True):
-        chunk.forward_step, chunk.data_iterator = forward_step_func, iterator
+        chunk.forward_step = forward_step_func
+        chunk.data_iterator = iterator
     reports: list[Any] = []
 
     def loss_fn(output: Tensor, microbatch: Any) -> tuple[Tensor, float]:
@@ -188,10 +197,8 @@ def forward_backward(
         assert loss_func is not None
         loss, report = _average_like_megatron(loss_func(output), num_microbatches)
         reports.append(report)
-        return (
-            loss,
-            1.0,
-        )  # already averaged: Megatron's losses are means, ours are sums over counted tokens
+        # already averaged: Megatron's losses are means, ours are sums over counted tokens
+        return (loss, 1.0)
 
     if forward_only:
         cache.pipeline.evaluate(None, loss_fn)

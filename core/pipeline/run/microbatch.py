@@ -44,17 +44,13 @@ class MicrobatchState:
     global_index: int
     bag: WeightGradBag
     output_edges: list[GradientEdge | None] = field(default_factory=list)
-    outputs_want_grad: list[bool] = field(
-        default_factory=list
-    )  # per output tensor, as the next stage was told
-    loss_gradient: list[Tensor] = field(
-        default_factory=list
-    )  # on the last stage: what backward starts from
-    input_versions: list[int] = field(
-        default_factory=list
-    )  # in-place write counters before F, compared by R
-    modules_before: StateBefore = field(
-        default_factory=StateBefore
-    )  # buffers and attributes before F
+    # per output tensor, as the next stage was told
+    outputs_want_grad: list[bool] = field(default_factory=list)
+    # on the last stage: what backward starts from
+    loss_gradient: list[Tensor] = field(default_factory=list)
+    # in-place write counters before F, compared by R
+    input_versions: list[int] = field(default_factory=list)
+    # buffers and attributes before F
+    modules_before: StateBefore = field(default_factory=StateBefore)
     notes: Notes | None = None  # what F noted for R
     writable_copy: Any = None  # of (received, microbatch), for an F that may write into them

@@ -1,9 +1,7 @@
 """A model in stages over the pipeline ranks, trained one step at a time under any schedule."""
 
-import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
-from math import gcd
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,13 +11,14 @@ from core.parallel_state.collectives import all_gather_objects, all_reduce, broa
 from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.random import generators_of
 from core.parallel_state.state import ParallelState
-from core.pipeline.run.channel import Channel
 from core.pipeline.run.checks.arguments import (
     ScheduleLike,
+    agree,
     describe_arguments,
     recompute_policies,
     refuse_main_grad,
     refuse_nested_recompute,
+    refuse_other_kinds,
     resolve_schedule,
 )
 from core.pipeline.run.checks.plain_loop import (
@@ -30,7 +29,8 @@ from core.pipeline.run.checks.plain_loop import (
 )
 from core.pipeline.run.checks.sums import SumsWatch
 from core.pipeline.run.executor import Clock, Executor
-from core.pipeline.run.failure import FailureBroadcast
+from core.pipeline.run.messages.connections import Connections
+from core.pipeline.run.messages.failure import FailureBroadcast
 from core.pipeline.run.microbatch import StepContext
 from core.pipeline.run.ranges import named
 from core.pipeline.run.stage import Stage
@@ -40,12 +40,12 @@ from core.pipeline.run.step import (
     StepResult,
     evaluating,
     join_outputs,
+    microbatches_of_all,
     rows_of,
     split_microbatches,
 )
 from core.pipeline.run.tied import check_tables, detach_tied_gradients, sum_tied_gradients
 from core.pipeline.schedule.actions import Schedule
-from core.pipeline.schedule.lower import RankPlan, plan
 from core.pipeline.schedule.memory import StageMemory
 from core.pipeline.schedule.passes import add_recompute, forward_only
 from core.pipeline.schedule.player import Played, check, check_gathers, play
@@ -95,7 +95,9 @@ class Pipeline:
         search_seconds: float = 10.0,
         receive_ahead: int | None = None,
     ) -> None:
-        self.ps, self._microbatches, self.seed = ps, num_microbatches, seed
+        self.ps = ps
+        self._microbatches = num_microbatches
+        self.seed = seed
         # prefetching gains more with gloo; on an accelerator a posted receive occupies part of the device
         default = 4 if ps.device.type == "cpu" else 2
         self.receive_ahead = default if receive_ahead is None else receive_ahead
@@ -103,42 +105,36 @@ class Pipeline:
         self._tuner = tuner if schedule == "auto" else None
         # the number of the next step, and of calls so far: ranks compare the latter when one of them fails
         self.step_index, self._calls = 0, 0
-        self._global_ranks = ps.grid.members(ps.rank, "pp")
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.stages: dict[int, Stage] = {}
-        self._plans: dict[Schedule, RankPlan] = {}  # of schedules that this rank is connected for
-        self._forward_schedules: dict[int, Schedule] = {}  # by their number of microbatches
+        self._connections = Connections(ps, self.receive_ahead)
+        # by their number of microbatches
+        self._forward_schedules: dict[int, Schedule] = {}
         self._clock: Clock | None = None  # of the last step
         self._plain_loop: PlainLoopWatch | None = None
         self._batch_watch = BatchWatch(ps)
-        self._position = ""  # the action under way when a call failed
+        # the action under way when a call failed
+        self._position = ""
 
         # every rank must reach both agreements, whatever goes wrong on it: otherwise the others would deadlock there
-        self._agree(describe_arguments(schedule, num_microbatches, recompute, recompute_keeps))
+        agree(ps, describe_arguments(schedule, num_microbatches, recompute, recompute_keeps))
         problem: Exception | None = None
-        resolved: list[str] = []
         try:
             self._build(
                 stages, schedule, recompute, recompute_keeps, without_sync=grad_sync is None
             )
-            resolved = [self.schedule.text()]
         except Exception as error:
             problem = error
-        try:
-            self._key = self._agree(resolved, problem)
-        except Exception:
-            self.close()
-            raise
+        self._key = self._agree_on_schedule(problem)
         check_tables(self.modules, ps)
         modules = [*self.modules.values()]
-        self._loss_watch, self.sums_watch = (
-            LossWatch(ps, modules),
-            SumsWatch(modules, ps, grad_sync),
-        )
-        if ps.size("pp") > 1 and grad_sync is None:  # torch's optimizers, a loop of one's own
+        self._loss_watch = LossWatch(ps, modules)
+        self.sums_watch = SumsWatch(modules, ps, grad_sync)
+        # torch's optimizers, a loop of one's own
+        if ps.size("pp") > 1 and grad_sync is None:
             self._plain_loop = PlainLoopWatch(ps, modules)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure
-        self._connect(self.schedule)
+        self._connections.plan(self.schedule)
 
     @property
     def num_microbatches(self) -> int:
@@ -164,9 +160,18 @@ class Pipeline:
             check(schedule, count)
         except Exception as error:
             problem = error
-        self._key = self._agree([f"num_microbatches={count}"], problem)
+        self._key = agree(self.ps, [f"num_microbatches={count}"], problem)
         self.schedule, self._microbatches = schedule, count
-        self._connect(schedule)
+        self._connections.plan(schedule)
+
+    def _agree_on_schedule(self, problem: Exception | None) -> str:
+        """A name of this pipeline; after a failure, on any rank, all raise and give the modules back."""
+        resolved = [self.schedule.text()] if problem is None else []
+        try:
+            return agree(self.ps, resolved, problem)
+        except Exception:
+            self.close()
+            raise
 
     def _build(
         self,
@@ -181,13 +186,7 @@ class Pipeline:
         ps, modules = self.ps, list(modules_of(stages).values())
         self.schedule = resolve_schedule(schedule, stages, ps, self.num_microbatches)
         # schedule and policies first: they say which stages there are, and what each recomputes
-        no_modules = [
-            type(module).__name__ for module in modules if not isinstance(module, nn.Module)
-        ]
-        if no_modules:
-            raise ValueError(
-                f"{len(no_modules)} of {len(modules)} stages are no nn.Module but a {no_modules[0]}; wrap it in one"
-            )
+        refuse_other_kinds(modules)
 
         # activation checkpointing of whole stages is part of the schedule: an R before each I
         policies = recompute_policies(recompute, self.schedule.stages)
@@ -316,7 +315,9 @@ class Pipeline:
         self, batch: Batch | None, loss_fn: LossFn | None, microbatches: int | None = None
     ) -> Executor:
         """All microbatches, forward only."""
-        count = microbatches if microbatches is not None else self._microbatches_of_all(batch)
+        count = microbatches
+        if count is None:
+            count = microbatches_of_all(batch, self.ps.group("pp"), self.num_microbatches)
         step = self._step_context(batch, count, loss_fn)
         # the same object for the same count: its plan is looked up, not made again
         schedule = self._forward_schedules.get(count)
@@ -329,16 +330,6 @@ class Pipeline:
                 stack.enter_context(evaluating(stage.module))
             self._run(executor, Clock(self.ps.device))
         return executor
-
-    def _microbatches_of_all(self, batch: Batch | None) -> int:
-        """Into how many the batch is cut. All-gather over pp: ranks without a batch follow those with one."""
-        rows_per_rank = all_gather_objects(rows_of(batch), self.ps.group("pp"))
-        known_rows = {rows for rows in rows_per_rank if rows is not None} or {self.num_microbatches}
-        if len(known_rows) > 1:
-            raise ValueError(
-                f"the pipeline ranks' batches have {rows_per_rank} rows; give all the same, or None"
-            )
-        return gcd(*known_rows, self.num_microbatches)  # any number of rows divides by this
 
     def _step_context(
         self, batch: Batch | None, count: int, loss_fn: LossFn | None, **options: Any
@@ -359,9 +350,9 @@ class Pipeline:
         better = self._tuner.after_step(self.schedule, self._measured())
         if better is not None:
             self.schedule = better
-            self._plans.clear()
+            self._connections.forget()
             self._forward_schedules.clear()
-            self._connect(better)
+            self._connections.plan(better)
 
     def _measured(self) -> Measured:
         """This rank's rows of the timeline; waits for the device, which a step does not."""
@@ -379,34 +370,9 @@ class Pipeline:
             self.ps, self._key, f"{call} (call {self._calls})", lambda: self._position
         )
 
-    def _connect(self, schedule: Schedule) -> RankPlan:
-        """This rank's plan, connected to all its peers. Collective over pp where the schedule is new."""
-        if schedule not in self._plans:
-            rank_plan = plan(schedule, self.ps.index("pp"))
-            self._plans[schedule] = rank_plan
-            self.ps.connect(
-                (self._global_rank(a), self._global_rank(b)) for a, b in rank_plan.links
-            )
-        return self._plans[schedule]
-
-    def _global_rank(self, index: int) -> int:
-        """The global rank of a pipeline rank; of this one for -1."""
-        if index == -1:
-            return self.ps.rank
-        return self._global_ranks[index]
-
     def _executor(self, schedule: Schedule, step: StepContext, batch: Batch | None) -> Executor:
-        rank_plan = self._connect(schedule)
-        by_global_rank = self.ps.connect(
-            (self._global_rank(a), self._global_rank(b)) for a, b in rank_plan.links
-        )
-        groups = {
-            (a, b): by_global_rank[self._global_rank(a), self._global_rank(b)]
-            for a, b in rank_plan.links
-        }
-        channel = Channel(
-            rank_plan, groups, self._global_rank, self.ps.device, self.receive_ahead, rows_of(batch)
-        )
+        rank_plan = self._connections.plan(schedule)
+        channel = self._connections.channel(schedule, rows_of(batch))
         watch = self._tuner.watch if self._tuner is not None and step.training else None
         return Executor(rank_plan, self.stages, channel, step, watch)
 
@@ -417,9 +383,6 @@ class Pipeline:
         states = [(generator, generator.get_state()) for generator in generators_of(self.ps.device)]
         try:
             executor.run(clock)
-        except BaseException:
-            executor.channel.drop()  # messages under way would keep connections open, and peers waiting
-            raise
         finally:
             for generator, state in states:
                 generator.set_state(state)
@@ -435,27 +398,3 @@ class Pipeline:
         if watch is not None:
             watch.updates.look(total[2:])
         return StepResult(total[0], total[1])
-
-    def _agree(self, arguments: list[str], problem: Exception | None = None) -> str:
-        """Raise on every rank what one rank found wrong, or that ranks differ. All-gather over the world.
-
-        Returns a name of this pipeline that all ranks share.
-        """
-        text = f"{type(problem).__name__}: {problem}" if problem is not None else ""
-        per_rank = all_gather_objects((arguments, text, uuid.uuid4().hex), self.ps.world)
-        if problem is not None:
-            raise problem
-        expected, _, shared_name = per_rank[0]
-        for rank, (rank_arguments, rank_problem, _) in enumerate(per_rank):
-            if rank_problem:
-                raise ValueError(
-                    f"rank {rank} cannot build its part of the pipeline: {rank_problem}"
-                )
-            if rank_arguments != expected:
-                pairs = zip(expected, rank_arguments, strict=True)
-                first, other = next((a, b) for a, b in pairs if a != b)
-                raise ValueError(
-                    f"ranks 0 and {rank} were given different schedules:\nrank 0: {first}\nrank {rank}: {other}\n"
-                    "give every rank the same schedule, num_microbatches and recompute"
-                )
-        return shared_name

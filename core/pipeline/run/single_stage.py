@@ -67,12 +67,21 @@ class SingleStage:
                 "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients "
                 "over the replicas; pass the grad_sync that made them"
             )
-        self.model, self.ps, self.num_microbatches, self.seed = model, ps, num_microbatches, seed
-        self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
+        self.model = model
+        self.ps = ps
+        self.num_microbatches = num_microbatches
+        self.seed = seed
+        if grad_sync is not None:
+            self.grad_sync = grad_sync
+        else:
+            self.grad_sync = NullGradSync()
         self.step_index = 0
         # our own models carry a context that their operations already hold
         model_context = stage if stage is not None else getattr(model, "stage", None)
-        self.stage = model_context if isinstance(model_context, StageContext) else StageContext()
+        if isinstance(model_context, StageContext):
+            self.stage = model_context
+        else:
+            self.stage = StageContext()
         self._forward_arguments = forward_arguments(model)
         self._sums_watch = SumsWatch([model], ps, grad_sync)
 
@@ -95,7 +104,8 @@ class SingleStage:
         One all-reduce over dp-cp for the result, beside those of `grad_sync`.
         Raises ValueError: a batch that does not divide, a loss that is not one number or has no gradient.
         """
-        sync, model = self.grad_sync, self.model
+        sync = self.grad_sync
+        model = self.model
         microbatches = split_microbatches(batch, self.num_microbatches)
         sums = []
         self.stage.loss_scale = loss_scale
@@ -109,7 +119,8 @@ class SingleStage:
                 with named(f"F0.{index}"), self._begin_microbatch(index):
                     output = call_stage(model, microbatch, self._forward_arguments)
                     loss_sum, num_tokens = call_loss_fn(loss_fn, output, microbatch)
-                del output  # before backward: the graph holds what it needs
+                # before backward: the graph holds what it needs
+                del output
                 # gradient accumulation: backward adds to the gradients of the microbatches before
                 sync.before_input_grad(model)
                 if check_loss(loss_sum, num_tokens):
@@ -160,7 +171,8 @@ class SingleStage:
                     with self._begin_microbatch(index):
                         output = call_stage(self.model, microbatch, self._forward_arguments)
                         results.append(use(output, microbatch))
-                        del output  # not alive beside the next microbatch's
+                        # not alive beside the next microbatch's
+                        del output
             finally:
                 self.stage.release()
         return results

@@ -16,18 +16,16 @@ from core.autograd.proxy import has_compiled_code
 from core.autograd.recomputation.module_state import ModuleState, StateBefore
 from core.autograd.recomputation.notes import Notes
 from core.autograd.recomputation.policy import check_keeps
-from core.parallel_state.collectives.p2p import version_of
 from core.parallel_state.random import generators_of
 from core.pipeline.run.backward import stage_backward_input, stage_backward_weight
-from core.pipeline.run.boundary import (
+from core.pipeline.run.messages.boundary import (
     check_leaf,
-    clone_tensor,
     flatten,
     graphless_view,
     tree_map,
-    writable_view,
 )
 from core.pipeline.run.microbatch import MicrobatchState, StepContext
+from core.pipeline.run.shared_memory import InputWrites, NewGradients, write_counts
 from core.pipeline.run.step import (
     call_loss_fn,
     call_next_stage,
@@ -41,10 +39,13 @@ from core.pipeline.run.step import (
 )
 
 
-def _write_counts(*values: Any) -> list[int]:
-    """How often each tensor in `values` was written in place so far."""
-    leaves, _ = flatten(values)
-    return [version_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+def _refuse_lazy(module: nn.Module, index: int) -> None:
+    lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(
+            f"stage {index} has {len(lazy)} parameters without a shape ({lazy[0]}, ...): lazy modules get "
+            "theirs from a forward; run one on a sample before you build the pipeline"
+        )
 
 
 class Stage:
@@ -67,13 +68,11 @@ class Stage:
         context_rank: int = 0,
     ) -> None:
         check_keeps(keeps)
-        lazy = [name for name, parameter in module.named_parameters() if is_lazy(parameter)]
-        if lazy:
-            raise ValueError(
-                f"stage {index} has {len(lazy)} parameters without a shape ({lazy[0]}, ...): lazy modules get "
-                "theirs from a forward; run one on a sample before you build the pipeline"
-            )
-        self.module, self.index, self.device, self.seed = module, index, device, seed
+        _refuse_lazy(module, index)
+        self.module = module
+        self.index = index
+        self.device = device
+        self.seed = seed
         self.first, self.last = index == 0, index == stage_count - 1
 
         # our own models carry a context that their operations already hold; foreign modules get a new one
@@ -93,29 +92,24 @@ class Stage:
                 raise
 
         self._context_rank = context_rank
-        self._forward_arguments, self._keeps_activations = (
-            forward_arguments(module),
-            keeps == "attention",
-        )
-        self._in_flight: dict[int, MicrobatchState] = {}  # by microbatch, from F to W
-        self._has_compiled_code, self._module_state = False, ModuleState(module)
-        self._outputs_want_grad: list[bool] | None = (
-            None  # per output tensor, once known in this step
-        )
+        self._forward_arguments = forward_arguments(module)
+        self._keeps_activations = keeps == "attention"
+        # by microbatch, from F to W
+        self._in_flight: dict[int, MicrobatchState] = {}
+        self._has_compiled_code = False
+        self._module_state = ModuleState(module)
+        # per output tensor, once known in this step
+        self._outputs_want_grad: list[bool] | None = None
         # the same from earlier steps, by what is trained and which inputs want a gradient
         self._known_wants: dict[Any, list[bool]] = {}
         self._known_wants_key: Any = None
         self._trained_flags: tuple[bool, ...] = ()
-        self._grad_attributes: set[tuple[int, str]] = (
-            set()
-        )  # (module id, attribute) whose tensor wants a gradient
-        self._writes_inputs: bool | None = (
-            None  # whether the module writes into its inputs; None until tried
-        )
-        self._params_without_grad: list[nn.Parameter] = []
-        for parameter in (
-            self.parameters
-        ):  # before layers are compiled, not by a graph break in their first call
+        # (module id, attribute) whose tensor wants a gradient
+        self._grad_attributes: set[tuple[int, str]] = set()
+        self._input_writes = InputWrites()
+        self._new_gradients = NewGradients([])
+        # before layers are compiled, not by a graph break in their first call
+        for parameter in self.parameters:
             make_compilable(parameter)
 
     @property
@@ -132,9 +126,7 @@ class Stage:
         """Before a step: note what is trained, which buffers exist and whether parts are compiled by torch."""
         self._module_state.refresh(list(self.module.modules()))
         self._has_compiled_code = any(map(has_compiled_code, self.module.modules()))
-        self._params_without_grad = [
-            parameter for parameter in self.parameters if parameter.grad is None
-        ]
+        self._new_gradients = NewGradients(self.parameters)
         self._outputs_want_grad = None
         self._trained_flags = tuple(
             parameter.requires_grad for parameter in self.module.parameters()
@@ -168,7 +160,8 @@ class Stage:
             return input_leaves[-1]
 
         if step.training:
-            if isinstance(received, Tensor):  # the common case, without pytree
+            # the common case, without pytree
+            if isinstance(received, Tensor):
                 received = make_leaf(received)
             else:
                 received = tree_map(make_leaf, received)
@@ -177,7 +170,7 @@ class Stage:
 
         will_recompute = step.training and not keep_graph
         if will_recompute:
-            state.input_versions = _write_counts(received, step.microbatches[microbatch])
+            state.input_versions = write_counts(received, step.microbatches[microbatch])
             state.modules_before = self._module_state.before()
             state.notes = Notes(keeps_activations=self._keeps_activations)
         step.sync.before_forward(self.module)
@@ -196,7 +189,7 @@ class Stage:
         if will_recompute:
             self._module_state.after(state.modules_before)
             self._guard_attributes(state.modules_before, with_graph)
-            self._notice_input_writes(state)
+            self._input_writes.notice(state)
         if not self.last:
             return self._hand_over(state, output, keep_graph=keep_graph, with_graph=with_graph)
         if will_recompute:
@@ -240,7 +233,7 @@ class Stage:
         Raises RuntimeError: the input was written in place since F, or another output wants a gradient now.
         """
         state = self._in_flight[microbatch]
-        if state.input_versions != _write_counts(state.received, step.microbatches[microbatch]):
+        if state.input_versions != write_counts(state.received, step.microbatches[microbatch]):
             raise RuntimeError(
                 f"stage {self.index} changed its input or its microbatch in place: it cannot be recomputed from it; "
                 "clone it in the stage, or use recompute='none'"
@@ -284,40 +277,22 @@ class Stage:
             seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag
         )
         seed = stage_seed(self.seed, step.step, state.global_index, self.index, self._context_rank)
-        for generator in generators_of(
-            self.device
-        ):  # for foreign modules; the pipeline restores them after the step
+        # for foreign modules; the pipeline restores them after the step
+        for generator in generators_of(self.device):
             generator.manual_seed(seed)
 
-        received, batch = self._module_inputs(state, step.microbatches[microbatch], will_recompute)
+        received, batch = self._input_writes.inputs(
+            state, step.microbatches[microbatch], will_recompute
+        )
         if self.first:
             output = call_stage(self.module, batch, self._forward_arguments)
         else:
             output = call_next_stage(self.module, received, batch, self._forward_arguments)
         if self.last and step.loss_fn is not None and not will_recompute:
             output = call_loss_fn(step.loss_fn, output, batch)
-        self.context.release()  # a module that stands in two stages must not defer into this microbatch's bag
+        # a module that stands in two stages must not defer into this microbatch's bag
+        self.context.release()
         return output
-
-    def _module_inputs(
-        self, state: MicrobatchState, batch: Any, will_recompute: bool
-    ) -> tuple[Any, Any]:
-        """What the module is called with. It may write into it, as in one process; R needs the original."""
-        received = state.received
-        if will_recompute and self._writes_inputs is not False:
-            state.writable_copy = tree_map(clone_tensor, (received, batch))
-            return state.writable_copy
-        if isinstance(received, Tensor):
-            return writable_view(received), batch
-        return tree_map(writable_view, received), batch
-
-    def _notice_input_writes(self, state: MicrobatchState) -> None:
-        """After a first F that R will repeat: if the module wrote into its copy, later ones need copies as well."""
-        if state.writable_copy is not None:
-            self._writes_inputs = bool(self._writes_inputs) or any(
-                _write_counts(state.writable_copy)
-            )
-            state.writable_copy = None
 
     def _hand_over(
         self, state: MicrobatchState, output: Any, *, keep_graph: bool, with_graph: bool
@@ -334,7 +309,8 @@ class Stage:
             wants_grad = [earlier or tensor.requires_grad for earlier, tensor in pairs]
         elif with_graph:
             wants_grad = [tensor.requires_grad for tensor in tensors]
-        else:  # a graphless F with another number of outputs: ask for every gradient that could be needed
+        else:
+            # a graphless F with another number of outputs: ask for every gradient that could be needed
             wants_grad = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
         state.outputs_want_grad = wants_grad
         if earlier_wants is None:
@@ -402,40 +378,13 @@ class Stage:
             if gradient is None:
                 gradient = torch.zeros_like(leaf)
             input_grads.append(gradient)
-        self._unshare_new_gradients([*state.bag.tensors(), *input_grads])
+        self._new_gradients.unshare([*state.bag.tensors(), *input_grads])
         # the graph is gone; until W only the bag is needed
-        state.received, state.input_leaves, state.output_edges, state.loss_gradient = (
-            None,
-            [],
-            [],
-            [],
-        )
+        state.received = None
+        state.input_leaves = []
+        state.output_edges = []
+        state.loss_gradient = []
         return input_grads
-
-    def _unshare_new_gradients(self, needed_later: list[Tensor]) -> None:
-        """Copy new `.grad`s that share memory with tensors needed later.
-
-        Autograd may make a parameter's first `.grad` a view of an output gradient; the next microbatch would add
-        into it, and so into what waits for W or is being sent.
-        """
-        # parameters with main_grad have no .grad: the owner of main_grad takes the gradient
-        with_new_grad = [
-            parameter for parameter in self._params_without_grad if parameter.grad is not None
-        ]
-        if not with_new_grad:
-            return
-        addresses = {tensor.untyped_storage().data_ptr() for tensor in needed_later}
-        for parameter in with_new_grad:
-            gradient = parameter.grad
-            assert gradient is not None
-            if (
-                gradient.layout is torch.strided
-                and gradient.untyped_storage().data_ptr() in addresses
-            ):
-                parameter.grad = gradient.clone()
-        self._params_without_grad = [
-            parameter for parameter in self._params_without_grad if parameter.grad is None
-        ]
 
     def weight_gradients(self, microbatch: int, step: StepContext) -> None:
         """W: empties the bag; `sync` hears of each parameter whose gradient of this microbatch is complete."""

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from core.parallel_state.collectives import Group, all_gather_objects
 from core.parallel_state.random import mix32
 
-Batch = (
-    Tensor | tuple[Any, ...] | Mapping[str, Any]
-)  # tensors are [b, ...]; see split_microbatches for the rest
-LossFn = Callable[
-    [Any, Any], tuple[Tensor, Tensor | float]
-]  # (output, microbatch) -> (loss_sum, num_tokens)
+# tensors are [b, ...]; see split_microbatches for the rest
+Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
+# (output, microbatch) -> (loss_sum, num_tokens)
+LossFn = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +48,8 @@ def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0, context: i
 
 def forward_arguments(module: nn.Module) -> tuple[str, ...]:
     """The names by which `module.forward` takes its inputs; of the wrapped one for a compiled or DDP module."""
-    if isinstance(
-        module, torch.jit.ScriptModule
-    ):  # has no Python signature; its argument 0 is self
+    # has no Python signature; its argument 0 is self
+    if isinstance(module, torch.jit.ScriptModule):
         arguments = module.forward.schema.arguments[1:]  # type: ignore[attr-defined]
         return tuple(argument.name for argument in arguments)
     named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -99,7 +97,8 @@ def call_next_stage(
     keywords: dict[str, Any] = {}
     if isinstance(received, Mapping):
         keywords = dict(received)
-    if not keywords:  # an empty mapping is an argument like any other
+    # an empty mapping is an argument like any other
+    if not keywords:
         positional = received if isinstance(received, tuple) else (received,)
     # what arrived goes before the batch: tokens of the batch must not replace an activation
     if isinstance(microbatch, Mapping):
@@ -159,9 +158,8 @@ def scale_like(loss: Tensor, scale: float | Tensor) -> Tensor:
 
 def loss_and_tokens(loss_sum: Tensor, num_tokens: Tensor | float, device: torch.device) -> Tensor:
     """[2] float64: loss and tokens of a microbatch, detached."""
-    if not isinstance(
-        num_tokens, Tensor
-    ):  # filled in on the device, which is no copy from the host
+    # filled in on the device, which is no copy from the host
+    if not isinstance(num_tokens, Tensor):
         num_tokens = torch.full((), num_tokens, dtype=torch.float64, device=device)
     # float64: sums over millions of tokens stay exact enough to compare layouts by
     scalars = [
@@ -274,7 +272,8 @@ def _view_rows(value: Tensor, first: int, count: int) -> Tensor:
     # `.data` gives each microbatch a version counter of its own: a module that writes into one in place must not
     # make autograd and R believe that all the others were written as well
     view = value.narrow(0, first, count)
-    if value.requires_grad:  # the user wants the gradient of the input itself
+    # the user wants the gradient of the input itself
+    if value.requires_grad:
         return view
     return view.data
 
@@ -285,6 +284,18 @@ def rows_of(batch: Batch | None) -> int | None:
         batch
     )
     return next((value.shape[0] for value in candidates if _has_rows(value)), None)
+
+
+def microbatches_of_all(batch: Batch | None, group: Group | None, num_microbatches: int) -> int:
+    """Into how many any number of rows is cut. All-gather over pp: ranks without a batch follow those with one."""
+    rows_per_rank = all_gather_objects(rows_of(batch), group)
+    known_rows = {rows for rows in rows_per_rank if rows is not None} or {num_microbatches}
+    if len(known_rows) > 1:
+        raise ValueError(
+            f"the pipeline ranks' batches have {rows_per_rank} rows; give all the same, or None"
+        )
+    # any number of rows divides by this, and all microbatches have equally many
+    return gcd(*known_rows, num_microbatches)
 
 
 def evaluation_microbatches(batch: Batch | None, num_microbatches: int) -> int:

@@ -86,7 +86,8 @@ def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
     if ps.size("pp") == 1 or await_checkpoint:
         return
     _refuse_different_ends(modules, ps)
-    first_by_content: dict[tuple, tuple[int, _Matrix]] = {}  # (checksum, shape) -> (rank, matrix)
+    # (checksum, shape) -> (rank, matrix)
+    first_by_content: dict[tuple, tuple[int, _Matrix]] = {}
     twins = []
     for rank, matrices in enumerate(
         all_gather_objects(_unmarked_matrices(modules), ps.group("pp"))
@@ -113,7 +114,8 @@ def _is_constant(matrix: Tensor) -> bool:
 
 
 def _twins_warning(first: tuple[int, _Matrix], second: tuple[int, _Matrix]) -> str:
-    (first_rank, a), (second_rank, b) = first, second
+    (first_rank, a) = first
+    (second_rank, b) = second
     if a.is_embedding or b.is_embedding:
         meaning = (
             "one tied table, each gets a part of its gradient; mark both by "
@@ -158,9 +160,8 @@ def sum_tied_gradients(
 ) -> None:
     """After the step: sums the gradients of both ends. All-reduce over the ranks of the first and the last stage."""
     for parameter, earlier in earlier_grads.items():
-        if (
-            parameter.grad is None
-        ):  # this end got no gradient; the other one waits in the all-reduce all the same
+        # this end got no gradient; the other one waits in the all-reduce all the same
+        if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         # both ends have the sum now, and make the same update
         all_reduce(parameter.grad, ps.group("embedding"))

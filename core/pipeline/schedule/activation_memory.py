@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from core.pipeline.schedule.integer_schedule import F, I, R, SchedulingProblem, W
 
-STATE_BITS = 3  # per stage: how far it is with a microbatch: 0 nothing, 1 F, 2 R, 3 I, 4 W done
+# per stage: how far it is with a microbatch: 0 nothing, 1 F, 2 R, 3 I, 4 W done
+STATE_BITS = 3
 STATE_MASK = 7
 ALL_DONE = 4
 
@@ -23,13 +24,14 @@ class ActivationMemory:
     """
 
     def __init__(self, problem: SchedulingProblem, limits: Sequence[float], careful: bool) -> None:
-        self.problem, self.limits, self.careful = problem, limits, careful
+        self.problem = problem
+        self.limits = limits
+        self.careful = careful
         self.used = [0.0] * problem.ranks
         self.progress = [[0] * problem.microbatches for _ in range(problem.ranks)]
-        self.oldest, self.newest = (
-            [0] * problem.ranks,
-            [0] * problem.ranks,
-        )  # microbatches in flight
+        # microbatches in flight
+        self.oldest = [0] * problem.ranks
+        self.newest = [0] * problem.ranks
         # bits to shift by, of each stage
         self.shift = [
             problem.stages_of[rank].index(stage) * STATE_BITS
@@ -74,9 +76,8 @@ class ActivationMemory:
         used = self.used[rank] + more
         if more <= 0:
             return True
-        if (
-            not self.careful or used + self.peak_of_one[rank] <= limit
-        ):  # room for a whole microbatch: surely safe
+        # room for a whole microbatch: surely safe
+        if not self.careful or used + self.peak_of_one[rank] <= limit:
             return used <= limit
 
         # the banker's rule: let the microbatches in flight end in turn, each giving its memory back
@@ -95,7 +96,8 @@ class ActivationMemory:
 
     def after(self, microbatch: int, rank: int, stage: int, kind: int) -> int:
         """The progress of the microbatch once the action is done."""
-        shift, progress = self.shift[stage], self.progress[rank][microbatch]
+        shift = self.shift[stage]
+        progress = self.progress[rank][microbatch]
         without_stage = progress & ~(STATE_MASK << shift)
         return without_stage | (kind + 1) << shift
 
@@ -103,7 +105,8 @@ class ActivationMemory:
         """Memory that everything of the stage up to `kind` takes on top."""
         state = self.progress[rank][microbatch] >> self.shift[stage] & STATE_MASK
         first = stage * self.problem.stride
-        undone = range(state, kind + 1)  # without R, where the stage is not recomputed
+        # without R, where the stage is not recomputed
+        undone = range(state, kind + 1)
         changes = self.problem.memory_change
         return sum(changes[first + k] for k in undone if k != R or self.problem.recomputed[stage])
 
@@ -112,7 +115,8 @@ class ActivationMemory:
         self.used[rank] += self.change(rank, stage, microbatch, kind)
         self.progress[rank][microbatch] = self.after(microbatch, rank, stage, kind)
         self.newest[rank] = max(self.newest[rank], microbatch + 1)
-        rank_progress, finished = self.progress[rank], self.finished[rank]
+        rank_progress = self.progress[rank]
+        finished = self.finished[rank]
         while (
             self.oldest[rank] < self.newest[rank] and rank_progress[self.oldest[rank]] == finished
         ):

@@ -35,19 +35,24 @@ class SchedulingProblem:
         costs: Costs,
         recompute: Collection[int] = (),
     ) -> None:
-        self.placement, self.microbatches = tuple(placement), microbatches
-        self.stages, self.ranks = len(self.placement), max(self.placement) + 1
+        self.placement = tuple(placement)
+        self.microbatches = microbatches
+        self.stages = len(self.placement)
+        self.ranks = max(self.placement) + 1
         self.recomputed = [stage in recompute for stage in range(self.stages)]
         self.stages_of: list[list[int]] = [[] for _ in range(self.ranks)]
         for stage, rank in enumerate(self.placement):
             self.stages_of[rank].append(stage)
 
-        self.stride = 4 * microbatches  # from an action to the same of the next stage
+        # from an action to the same of the next stage
+        self.stride = 4 * microbatches
         self.size = self.stride * self.stages
         # F, I, W of every stage, and R of those that are recomputed
         self.actions = microbatches * (3 * self.stages + sum(self.recomputed))
-        self.duration, self.delay = [0.0] * self.size, [0.0] * self.size
-        self.memory_change, self.source = [0.0] * self.size, [-1] * self.size
+        self.duration = [0.0] * self.size
+        self.delay = [0.0] * self.size
+        self.memory_change = [0.0] * self.size
+        self.source = [-1] * self.size
         self.graph = [0.0] * self.stages
         for stage in range(self.stages):
             self._fill_stage(stage, costs)
@@ -59,7 +64,8 @@ class SchedulingProblem:
         self.graph[stage] = graph
         # activation checkpointing: F keeps the stage's input, R makes the graph
         after_forward = saved if self.recomputed[stage] else graph
-        memory_changes = (after_forward, graph - saved, waiting - graph, -waiting)  # of F, R, I, W
+        # of F, R, I, W
+        memory_changes = (after_forward, graph - saved, waiting - graph, -waiting)
         durations = [costs.at(name, stage) for name in KINDS]
         for first in range(stage * self.stride, (stage + 1) * self.stride, 4):
             self.duration[first : first + 4] = durations
@@ -92,7 +98,8 @@ class SchedulingProblem:
             for stage in stages:
                 if not self.recomputed[stage]:
                     continue
-                first, following = stage * self.stride, (stage + 1) * self.stride
+                first = stage * self.stride
+                following = (stage + 1) * self.stride
                 wait = 0.0
                 if stage < self.stages - 1:
                     wait = self.duration[following + F] + self.duration[following + I]
@@ -111,7 +118,8 @@ class SchedulingProblem:
 
     def rank_costs(self, order: list[int]) -> tuple[list[float], float]:
         """(time of each action, peak memory) of one rank's order. A hot path of the search."""
-        memory_change, durations = self.memory_change, list(map(self.duration.__getitem__, order))
+        memory_change = self.memory_change
+        durations = list(map(self.duration.__getitem__, order))
         memory = peak = 0.0
         last_forward = len(order) - 2
         free_recompute = -1
@@ -124,7 +132,8 @@ class SchedulingProblem:
             ):
                 # F R I in a row: F keeps its graph at once, and R takes neither time nor memory
                 memory += self.graph[action // self.stride]
-                free_recompute, durations[index + 1] = action + R, 0.0
+                free_recompute = action + R
+                durations[index + 1] = 0.0
             elif action != free_recompute:
                 memory += memory_change[action]
             if memory > peak:
@@ -139,14 +148,18 @@ class SchedulingProblem:
         The hottest path of the search: every rank runs until it needs a result that is not there, and leaves its
         number in `end` of that action, so that whoever does it knows whom to wake.
         """
-        source, delay = self.source, self.delay
+        source = self.source
+        delay = self.delay
         # NOT_DONE, or -2 - rank: not done, and that rank waits for it
         end = [NOT_DONE] * self.size
-        position, clock = [0] * self.ranks, [0.0] * self.ranks
+        position = [0] * self.ranks
+        clock = [0.0] * self.ranks
         ready = list(range(self.ranks))
         while ready:
             rank = ready.pop()
-            order, times, now = orders[rank], durations[rank], clock[rank]
+            order = orders[rank]
+            times = durations[rank]
+            now = clock[rank]
             for index in range(position[rank], len(order)):
                 action = order[index]
                 needed = source[action]
@@ -172,7 +185,8 @@ class SchedulingProblem:
 
     def score(self, orders: IntegerOrders) -> tuple[float, list[float]] | None:
         """(makespan, peak memory of each rank), equal to `play`'s; None for a deadlock."""
-        durations, peaks = [], []
+        durations = []
+        peaks = []
         for order in orders:
             rank_durations, peak = self.rank_costs(order)
             durations.append(rank_durations)
@@ -216,7 +230,8 @@ class SchedulingProblem:
                 action = self.action(KINDS.index(kind), stage, microbatch)
                 follows_forward = integers[-1:] == [action - I]
                 if kind == "I" and self.recomputed[stage] and follows_forward:
-                    integers.append(action - 1)  # the R that costs nothing
+                    # the R that costs nothing
+                    integers.append(action - 1)
                 integers.append(action)
             orders.append(integers)
         return orders

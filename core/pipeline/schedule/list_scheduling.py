@@ -60,7 +60,8 @@ class Policies:
     """Endless policies, the plain ones first: `draw` any, `vary` one field of a good one."""
 
     def __init__(self, problem: SchedulingProblem, rng: random.Random) -> None:
-        ranks, chunks = problem.ranks, max(map(len, problem.stages_of))
+        ranks = problem.ranks
+        chunks = max(map(len, problem.stages_of))
         frequent = ("IFRW", "IFWR", "IRFW", "FIRW", "FIWR", "FRIW")
         permutations = map("".join, itertools.permutations(KINDS))
         not_recompute_first = [kinds for kinds in permutations if kinds[0] != "R"]
@@ -74,7 +75,8 @@ class Policies:
             FOREVER,
             FOREVER,
         )
-        self.rng, self.plain = rng, list(PLAIN_POLICIES)
+        self.rng = rng
+        self.plain = list(PLAIN_POLICIES)
         # options without an effect in this problem have one value
         ahead = (0, 1, 1, 2) if any(problem.recomputed) else (0,)
         direct = (True, False) if problem.recomputed[-1] else (True,)
@@ -108,26 +110,28 @@ class ListScheduler:
     """One pass: the state of every rank, in the order of time."""
 
     def __init__(self, problem: SchedulingProblem, limits: Sequence[float], policy: Policy) -> None:
-        self.problem, self.policy = problem, policy
+        self.problem = problem
+        self.policy = policy
         self.memory = ActivationMemory(problem, limits, policy.careful)
-        self.priority = [
-            policy.kinds.index(kind) for kind in KINDS
-        ]  # by kind; the smallest goes first
-        self.done_count = [[0] * problem.stages for _ in KINDS]  # microbatches by kind and stage
+        # by kind; the smallest goes first
+        self.priority = [policy.kinds.index(kind) for kind in KINDS]
+        # microbatches by kind and stage
+        self.done_count = [[0] * problem.stages for _ in KINDS]
         # (stage, microbatch) whose W waits, per rank, oldest first
         self.waiting_weights: list[deque[tuple[int, int]]] = [deque() for _ in range(problem.ranks)]
-        self.end = [-1.0] * problem.size  # of each action; -1: not done
+        # of each action; -1: not done
+        self.end = [-1.0] * problem.size
         self.orders: IntegerOrders = [[] for _ in range(problem.ranks)]
         self.free_at = [0.0] * problem.ranks
         self.entry_interval = policy.pace * problem.time_per_microbatch
-        self.events = [
-            (0.0, rank) for rank in range(problem.ranks)
-        ]  # a heap: when to look at which rank
+        # a heap: when to look at which rank
+        self.events = [(0.0, rank) for rank in range(problem.ranks)]
 
     def arrival(self, action: int) -> float:
         """When the input of an action is there (-1: not yet known)."""
         source = self.problem.source[action]
-        if source < 0:  # F of the first stage, where action // 4 is the microbatch
+        # F of the first stage, where action // 4 is the microbatch
+        if source < 0:
             return self.entry_interval * (action // 4)
         end = self.end[source]
         if end < 0:
@@ -139,11 +143,14 @@ class ListScheduler:
 
         Microbatches of a stage keep their order, so that a stage has at most one action of each kind to offer.
         """
-        problem, policy, fits = self.problem, self.policy, self.memory.fits
+        problem = self.problem
+        policy = self.policy
+        fits = self.memory.fits
         done_forward, done_recompute, done_input, _ = self.done_count
         priority = self.priority
         for stage in problem.stages_of[rank]:
-            oldest = done_input[stage]  # the microbatch whose I comes next
+            # the microbatch whose I comes next
+            oldest = done_input[stage]
             gradient = -1.0
             if oldest < done_forward[stage]:
                 gradient = self.arrival(problem.action(I, stage, oldest))
@@ -165,7 +172,10 @@ class ListScheduler:
                     and fits(rank, stage, microbatch, R)
                 ):
                     # needed for an I, it is as urgent as the I itself; with `ahead` it need not wait for the gradient
-                    recompute_priority = priority[I] if needed else priority[R]
+                    if needed:
+                        recompute_priority = priority[I]
+                    else:
+                        recompute_priority = priority[R]
                     arrival = gradient if needed and not policy.ahead else 0.0
                     yield recompute_priority, stage, microbatch, arrival, R
 
@@ -189,7 +199,9 @@ class ListScheduler:
 
     def choose(self, rank: int, now: float) -> tuple[float, tuple[int, int, int] | None]:
         """(when to look again, or the (stage, microbatch, kind) to start now)."""
-        best, best_key, later = None, (FOREVER, 0, 0), []
+        best = None
+        best_key = (FOREVER, 0, 0)
+        later = []
         for priority, stage, microbatch, arrival, kind in self.options(rank):
             if arrival > now:
                 later.append((arrival, priority))
@@ -200,7 +212,8 @@ class ListScheduler:
             else:
                 key = (priority, microbatch, -stage)
             if key < best_key:
-                best, best_key = (stage, microbatch, kind), key
+                best = (stage, microbatch, kind)
+                best_key = key
         if best is None:
             return min(later, default=(-1.0, 0))[0], None
         # patience: it may pay to wait for something better that is about to arrive
@@ -219,7 +232,8 @@ class ListScheduler:
 
     def start(self, rank: int, now: float, stage: int, microbatch: int, kind: int) -> float:
         """Do an action, and I with F where the policy says so; returns the end."""
-        problem, fits = self.problem, self.memory.fits
+        problem = self.problem
+        fits = self.memory.fits
         end = self.book(rank, problem.action(kind, stage, microbatch), now)
         is_last_forward = kind == F and stage == problem.stages - 1
         if not is_last_forward or self.done_count[I][stage] != microbatch or not self.policy.direct:
@@ -233,7 +247,8 @@ class ListScheduler:
     def book(self, rank: int, action: int, now: float, free: bool = False) -> float:
         """Write one action down and tell the rank that waits for its result; returns its end."""
         problem = self.problem
-        kind, stage = action & KIND_BITS, action // problem.stride
+        kind = action & KIND_BITS
+        stage = action // problem.stride
         microbatch = action % problem.stride // 4
         end = now
         if not free:
@@ -250,7 +265,8 @@ class ListScheduler:
         # wake the rank of the neighbouring stage when the message is there
         if kind not in (F, I):
             return end
-        direction = 1 if kind == F else -1  # F goes to the next stage, I to the previous one
+        # F goes to the next stage, I to the previous one
+        direction = 1 if kind == F else -1
         neighbour = stage + direction
         if 0 <= neighbour < problem.stages and problem.placement[neighbour] != rank:
             consumer = action + direction * problem.stride
@@ -263,14 +279,16 @@ class ListScheduler:
         """Until nobody has anything to do; None when actions remain."""
         while self.events:
             now, rank = heapq.heappop(self.events)
-            if now < self.free_at[rank]:  # busy: it looks again when its action ends
+            # busy: it looks again when its action ends
+            if now < self.free_at[rank]:
                 continue
             next_look, best = self.choose(rank, now)
             if best is not None:
                 self.free_at[rank] = next_look = self.start(rank, now, *best)
             if next_look >= 0:
                 heapq.heappush(self.events, (next_look, rank))
-        if sum(map(len, self.orders)) < self.problem.actions:  # a deadlock over memory
+        # a deadlock over memory
+        if sum(map(len, self.orders)) < self.problem.actions:
             return None
         return self.orders
 

@@ -54,7 +54,8 @@ def _other_end(message: Action) -> Action:
     """The receive of a send, and the send of a receive, as the other rank calls it."""
     verb, _, direction = message.kind.partition("_")
     other_verb = "RECV" if verb == "SEND" else "SEND"
-    goes_up = (verb == "SEND") == (direction == "F")  # to, or for a receive from, the next stage
+    # to, or for a receive from, the next stage
+    goes_up = (verb == "SEND") == (direction == "F")
     other_stage = message.stage + 1 if goes_up else message.stage - 1
     return Action(f"{other_verb}_{direction}", other_stage, message.microbatch)
 

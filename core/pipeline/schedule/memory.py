@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from core.pipeline.schedule.actions import Action, Schedule
 from core.pipeline.schedule.lower import plan
 
-SMALL_MESSAGE = 24  # bytes: the header of a boundary, the sums of a microbatch
+# bytes: the header of a boundary, the sums of a microbatch
+SMALL_MESSAGE = 24
 
 
 def _storages(values: Any) -> dict[int, Any]:
@@ -27,9 +28,8 @@ def _storages(values: Any) -> dict[int, Any]:
             inner_names, _ = leaf.__tensor_flatten__()
             storages |= _storages([getattr(leaf, name) for name in inner_names])
         elif isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-            with suppress(
-                NotImplementedError, RuntimeError
-            ):  # a user's own kind of tensor, without memory
+            # a user's own kind of tensor, without memory
+            with suppress(NotImplementedError, RuntimeError):
                 storage = leaf.untyped_storage()
                 storages[storage._cdata] = storage
     return storages
@@ -50,8 +50,10 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._sizes: dict[int, int] = {}  # storage that lives -> bytes, 0 if it is not counted
-        self._finalizers: dict[int, Any] = {}  # weak references that tell when it is freed
+        # storage that lives -> bytes, 0 if it is not counted
+        self._sizes: dict[int, int] = {}
+        # weak references that tell when it is freed
+        self._finalizers: dict[int, Any] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.leave_out((args, kwargs))
@@ -121,16 +123,19 @@ class MemoryWatch:
         there already. run: does it, and returns (what it hands on, the tensors that it leaves for W, or whether it
         leaves a graph).
         """
-        kind, live = action.kind, self.live
+        kind = action.kind
+        live = self.live
         stage = self.stages.setdefault(action.stage, StageMemory())
         not_activations = [*module.parameters(), *module.buffers(), microbatch]
-        received_bytes, before = bytes_of(received), live.now
+        received_bytes = bytes_of(received)
+        before = live.now
         live.leave_out((not_activations, received))
         live.peak = before
         with live:
             handed_on, left_behind = run()
 
-        gradient_bytes = live.forget(_gradients(module))  # they are the model's, not activations
+        # they are the model's, not activations
+        gradient_bytes = live.forget(_gradients(module))
         growth = live.now - before
         top = live.peak - before - gradient_bytes
         if kind == "F":
@@ -187,14 +192,13 @@ class _RankWalk:
     def __init__(
         self, schedule: Schedule, rank: int, stages: Mapping[int, StageMemory], depth: int
     ) -> None:
-        self.schedule, self.plan, self.stages, self.depth = (
-            schedule,
-            plan(schedule, rank),
-            stages,
-            depth,
-        )
+        self.schedule = schedule
+        self.plan = plan(schedule, rank)
+        self.stages = stages
+        self.depth = depth
         small_messages = schedule.stages
-        if schedule.placement[-1] == rank:  # the last stage keeps the sums of every microbatch
+        # the last stage keeps the sums of every microbatch
+        if schedule.placement[-1] == rank:
             small_messages += schedule.microbatches
         self.live = self.peak_bytes = float(SMALL_MESSAGE * small_messages)
 
@@ -241,7 +245,8 @@ class _RankWalk:
         self.posted[peer].remove(action)
         self._post_ahead(peer)
         self.peak_bytes = max(self.peak_bytes, self.live)
-        for sent in self.plan.receipts.get(action, ()):  # these have arrived
+        # these have arrived
+        for sent in self.plan.receipts.get(action, ()):
             self.live -= self.message_size(sent.kind, sent.stage)
 
     def _compute(self, action: Action) -> None:
@@ -256,11 +261,13 @@ class _RankWalk:
             "W": (memory.waiting, 0.0),
         }[kind]
         if kind == "F":
-            self.live -= self.message_size("RECV_F", stage)  # from now on it belongs to the graph
+            # from now on it belongs to the graph
+            self.live -= self.message_size("RECV_F", stage)
         inside = max(before, after) - before + memory.beyond
         self.peak_bytes = max(self.peak_bytes, self.live + inside)
         self.live += after - before
         if kind in "FI":
             self.live += self.message_size(kind, stage)
         if kind == "I":
-            self.live -= self.message_size("F", stage)  # the gradient of its output
+            # the gradient of its output
+            self.live -= self.message_size("F", stage)

@@ -10,7 +10,8 @@ from itertools import chain
 from core.pipeline.schedule.actions import Action, Schedule, check_placement
 from core.pipeline.schedule.timeline import Event, Timeline
 
-PerStage = float | Sequence[float]  # one number for all stages, or one per stage
+# one number for all stages, or one per stage
+PerStage = float | Sequence[float]
 Done = tuple[str, int, int | None]  # kind, stage, microbatch
 
 
@@ -167,10 +168,14 @@ class _Player:
     """The state of all ranks while a schedule is played."""
 
     def __init__(self, schedule: Schedule, costs: Costs, *, fused_backward: bool) -> None:
-        self.schedule, self.costs, self.fused_backward = schedule, costs, fused_backward
+        self.schedule = schedule
+        self.costs = costs
+        self.fused_backward = fused_backward
         self.end_times: dict[Done, float] = {}
         self.rows: list[list[Event]] = [[] for _ in schedule.orders]
-        self.position, self.clock = [0] * schedule.ranks, [0.0] * schedule.ranks  # per rank
+        # per rank
+        self.position = [0] * schedule.ranks
+        self.clock = [0.0] * schedule.ranks
 
     def start_time(self, rank: int, action: Action) -> float | None:
         """When a rank can start an action; None while an input is not computed."""
@@ -180,7 +185,8 @@ class _Player:
                 return None
             _, source_stage, _ = source
             arrival = self.end_times[source]
-            if self.schedule.placement[source_stage] != rank:  # the latency of a message
+            # the latency of a message
+            if self.schedule.placement[source_stage] != rank:
                 arrival += self.costs.comm
             begin = max(begin, arrival)
         return begin
@@ -195,7 +201,8 @@ class _Player:
             for half in halves:
                 end += self.costs.at(half, stage)
                 self.end_times[half, stage, microbatch] = end
-            if self.fused_backward and kind == "B":  # the message leaves after W
+            # the message leaves after W
+            if self.fused_backward and kind == "B":
                 self.end_times["I", stage, microbatch] = end
             self.rows[rank].append(Event(action, begin, end))
         self.clock[rank] = end
@@ -255,7 +262,8 @@ def _memory_curve(
             changes.append((end, -waiting))
         else:
             changes.append((end, -waiting))
-    memory, curve = 0.0, []
+    memory = 0.0
+    curve = []
     for time, change in changes:
         memory += change
         curve.append((time, memory))
@@ -267,7 +275,9 @@ def _describe_deadlock(schedule: Schedule, position: Sequence[int], done: Mappin
     stuck_ranks = [
         rank for rank, order in enumerate(schedule.orders) if position[rank] < len(order)
     ]
-    rank, path, waits = stuck_ranks[0], [], []
+    rank = stuck_ranks[0]
+    path = []
+    waits = []
     while rank not in path:
         path.append(rank)
         action = schedule.orders[rank][position[rank]]

@@ -38,7 +38,7 @@ class Timeline:
         """
         longest = max(measured.length for measured in measurements)
         return cls(
-            tuple(_shift(measured.events, longest - measured.length) for measured in measurements)
+            tuple(_delayed(measured.events, longest - measured.length) for measured in measurements)
         )
 
     @property
@@ -59,5 +59,5 @@ class Timeline:
         return 1 - sum(map(self.busy, range(len(self.rows)))) / total
 
 
-def _shift(events: tuple[Event, ...], delay: float) -> tuple[Event, ...]:
+def _delayed(events: tuple[Event, ...], delay: float) -> tuple[Event, ...]:
     return tuple(Event(action, start + delay, end + delay) for action, start, end in events)

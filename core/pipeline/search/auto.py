@@ -19,7 +19,8 @@ from core.pipeline.search.search import SearchResult, search
 
 BYTE_COSTS = ("saved", "graph", "waiting")
 MIB = 2**20
-WORTH_SEARCHING = 0.01  # a part of a step: if less than this is possible, the other ranks need not wait for a search
+# a part of a step: if less than this is possible, the other ranks need not wait for a search
+WORTH_SEARCHING = 0.01
 
 
 def first_schedule(stages: Sequence[int], microbatches: int) -> Schedule:
@@ -145,7 +146,8 @@ class Tuner:
             memory |= rank_stages
 
         # rank 0 searches; the others wait for its answer, so that it must answer whatever goes wrong
-        text, problem = "", None
+        text = ""
+        problem = None
         if self.ps.rank == 0:
             try:
                 self.result = self._search(
@@ -170,7 +172,8 @@ class Tuner:
         first schedule, then that of what was found with it, last that of one microbatch at a time.
         """
         limit = self.limit
-        if limit is None:  # as much as the first schedule needs on its fullest rank
+        # as much as the first schedule needs on its fullest rank
+        if limit is None:
             limit = max(live_peaks(schedule, memory, self.depth))
         in_mebibytes: dict[str, Any] = {}
         for name in BYTE_COSTS:
@@ -200,9 +203,8 @@ class Tuner:
                     enough=WORTH_SEARCHING,
                     candidates=named,
                 )
-            except (
-                ValueError
-            ):  # nothing fits beside these margins; a schedule that holds less has smaller ones
+            except ValueError:
+                # nothing fits beside these margins; a schedule that holds less has smaller ones
                 margins = _memory_beside(smallest, costs, memory, self.depth)
                 continue
             beside = _memory_beside(result.schedule, costs, memory, self.depth)
@@ -212,7 +214,17 @@ class Tuner:
                 return result
             margins = tuple(map(max, beside, margins))
 
-        # nothing faster fits
+        return self._one_by_one(smallest, problem, costs, memory, limit)
+
+    def _one_by_one(
+        self,
+        smallest: Schedule,
+        problem: SchedulingProblem,
+        costs: Costs,
+        memory: Mapping[int, StageMemory],
+        limit: float,
+    ) -> SearchResult:
+        """One microbatch at a time: nothing faster fits."""
         played = play(smallest, costs)
         beside = _memory_beside(smallest, costs, memory, self.depth)
         limits = tuple(limit / MIB - margin for margin in beside)

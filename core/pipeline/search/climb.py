@@ -17,9 +17,12 @@ from core.pipeline.schedule.integer_schedule import (
 )
 
 # The temperature: how much longer a step may get, first and last, in units of the mean time of an action
-FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.3, 0.02
-REACH = 4  # a move may begin or end so many actions away from the critical path
-Segment = tuple[int, int, int]  # rank, first, last: a run of the critical path on one rank
+FIRST_TEMPERATURE = 0.3
+LAST_TEMPERATURE = 0.02
+# a move may begin or end so many actions away from the critical path
+REACH = 4
+# rank, first, last: a run of the critical path on one rank
+Segment = tuple[int, int, int]
 
 
 class Climber:
@@ -32,8 +35,11 @@ class Climber:
         limits: Sequence[float],
         rng: random.Random,
     ) -> None:
-        self.problem, self.limits, self.rng = problem, limits, rng
-        self.spent, self.best_orders = 0, orders
+        self.problem = problem
+        self.limits = limits
+        self.rng = rng
+        self.spent = 0
+        self.best_orders = orders
         self.restart()
         self.best = self.makespan
         self.mean_duration = sum(map(sum, self.durations)) / max(1, problem.actions)
@@ -48,7 +54,8 @@ class Climber:
 
     def critical_path(self) -> list[Segment]:
         """The longest chain, last rank first: each action in it starts when the one before it ends."""
-        problem, end = self.problem, self.end
+        problem = self.problem
+        end = self.end
         position: dict[int, int] = {}
         for order in self.orders:
             position.update(zip(order, range(len(order)), strict=True))
@@ -58,7 +65,9 @@ class Climber:
         while True:
             action = self.orders[rank][index]
             source = problem.source[action]
-            arrival = end[source] + problem.delay[action] if source >= 0 else 0.0
+            arrival = 0.0
+            if source >= 0:
+                arrival = end[source] + problem.delay[action]
             # it started when its rank became free: the path goes on along the rank
             if index and end[self.orders[rank][index - 1]] >= arrival:
                 index -= 1
@@ -73,8 +82,10 @@ class Climber:
     def propose(self, segment: Segment) -> tuple[int, int, int] | None:
         """(rank, from, to): an action of the segment, or one close to it, somewhere else in or around it."""
         rank, first, last = segment
-        order, draw = self.orders[rank], self.rng.random
-        low, high = max(0, first - REACH), min(len(order) - 1, last + REACH)
+        order = self.orders[rank]
+        draw = self.rng.random
+        low = max(0, first - REACH)
+        high = min(len(order) - 1, last + REACH)
         index = low + int(draw() * (high - low + 1))
         action = order[index]
         start = stop = index
@@ -97,7 +108,8 @@ class Climber:
         # at most 3, and the microbatch is the same
         same_microbatch = (first % stride ^ second % stride) <= KIND_BITS
         same_stage = first // stride == second // stride
-        first_kind, second_kind = first & KIND_BITS, second & KIND_BITS
+        first_kind = first & KIND_BITS
+        second_kind = second & KIND_BITS
         if not same_microbatch:
             return first_kind == second_kind == F and same_stage
         if second_kind == F or (first_kind == I and second_kind == I):
@@ -106,7 +118,8 @@ class Climber:
 
     def attempt(self, rank: int, index: int, target: int, allowed: float) -> bool:
         """Move an action if the memory limit and `allowed`, the longest makespan, permit it."""
-        old_order, old_durations = self.orders[rank], self.durations[rank]
+        old_order = self.orders[rank]
+        old_durations = self.durations[rank]
         new_order = old_order.copy()
         new_order.insert(target, new_order.pop(index))
         self.spent += len(new_order)
@@ -116,7 +129,8 @@ class Climber:
         self.orders[rank], self.durations[rank] = new_order, durations
         self.spent += self.problem.actions
         ends = self.problem.end_times(self.orders, self.durations)
-        if ends is None or ends[0] > allowed:  # a deadlock, or too slow
+        # a deadlock, or too slow
+        if ends is None or ends[0] > allowed:
             self.orders[rank], self.durations[rank] = old_order, old_durations
             return False
         self.makespan, self.end = ends
@@ -125,7 +139,8 @@ class Climber:
     def anneal(self, budget: int, bound: float, deadline: float) -> None:
         """Until `budget` actions are looked at, the makespan is `bound`, or the process's clock shows `deadline`."""
         draw = self.rng.random
-        begin, stop = self.spent, self.spent + budget
+        begin = self.spent
+        stop = self.spent + budget
         self.restart()
         segments = self.critical_path()
         while self.spent + 3 * self.problem.actions < stop and self.best > bound:
@@ -145,4 +160,5 @@ class Climber:
                 continue
             segments = self.critical_path()
             if self.makespan < self.best:
-                self.best, self.best_orders = self.makespan, [list(order) for order in self.orders]
+                self.best = self.makespan
+                self.best_orders = [list(order) for order in self.orders]

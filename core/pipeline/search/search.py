@@ -17,10 +17,12 @@ from core.pipeline.schedule.player import Costs, Played, check, play
 from core.pipeline.search.climb import Climber
 
 INFINITE = float("inf")
-PASS_COST = 25  # a list scheduling pass takes the time of so many looks at each action
+# a list scheduling pass takes the time of so many looks at each action
+PASS_COST = 25
 MAX_PASSES = 1500  # after which list scheduling finds nothing new
 MAX_CLIMBERS = 8
-SLACK = 1e-9  # sums of the same numbers in another order differ by less
+# sums of the same numbers in another order differ by less
+SLACK = 1e-9
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def search(
         starts.add(problem.orders(schedule))
     starts.add(problem.one_by_one())
     if not named and not starts.best:
-        raise ValueError(_refusal(problem, limits))
+        raise ValueError(_no_fit_message(problem, limits))
 
     if budget is None:
         budget = default_budget(problem.actions)
@@ -181,7 +183,8 @@ class _BestOrders:
     """The best few different schedules, fastest first."""
 
     def __init__(self, problem: SchedulingProblem, allowed: Sequence[float]) -> None:
-        self.problem, self.allowed = problem, allowed
+        self.problem = problem
+        self.allowed = allowed
         self.best: list[tuple[float, IntegerOrders]] = []
 
     def add(self, orders: IntegerOrders | None) -> float:
@@ -265,16 +268,18 @@ def _list_schedules(
     return passes
 
 
-def _refusal(problem: SchedulingProblem, limits: Sequence[float]) -> str:
+def _no_fit_message(problem: SchedulingProblem, limits: Sequence[float]) -> str:
     """The message where no schedule fits: both numbers and the remedy."""
     score = problem.score(problem.one_by_one())
     assert score is not None
     peaks = score[1]
     rank = max(range(problem.ranks), key=lambda r: peaks[r] - limits[r])
     # one limit for all must be enough for the fullest rank; limits per rank are named one by one
-    smallest, on_this_rank = peaks[rank], " there"
+    smallest = peaks[rank]
+    on_this_rank = " there"
     if len(set(limits)) == 1:
-        smallest, on_this_rank = max(peaks), ""
+        smallest = max(peaks)
+        on_this_rank = ""
     return (
         f"no schedule meets the memory limit {limits[rank]:g} of rank {rank}: one microbatch at a time already takes "
         f"{peaks[rank]:g}; the smallest limit that works is {_round_up(smallest)}{on_this_rank}. Raise the "

@@ -55,7 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if flags:
                 parser.error(f"--template takes no flags: {' '.join(flags)}")
             return _write_template(options.template)
-        world = _world(parser) if options.world_size is None else options.world_size
+        if options.world_size is None:
+            world = _world(parser)
+        else:
+            world = options.world_size
         if world < 1:
             parser.error(f"--world-size {world} must be at least 1")
         files = [word for path in options.explain for word in ("--config", path)]

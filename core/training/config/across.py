@@ -20,7 +20,8 @@ def same_on_all_ranks(run: RunConfig) -> None:
     with both values. One process without torchrun has nothing to compare.
     """
     # a hash first: it is equal in nearly every run, and then nothing else is sent
-    world, software = world_group(DEFAULT_TIMEOUT_S), _versions()
+    world = world_group(DEFAULT_TIMEOUT_S)
+    software = _versions()
     if len(set(all_gather_objects((run.digest(), *software.values()), world))) == 1:
         return
     per_rank = all_gather_objects(run.flat() | software, world)
@@ -47,7 +48,8 @@ def _differences(per_rank: list[dict[str, Any]]) -> list[str]:
     messages = []
     for rank, values in enumerate(per_rank):
         for name in first | values:
-            value, expected = values.get(name), first.get(name)
+            value = values.get(name)
+            expected = first.get(name)
             if value != expected:
                 messages.append(
                     f"rank {rank} differs from rank 0: {name} {value!r} != {expected!r}"

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from core.datasets.shards.manifest import SUFFIX
 from core.parallel_state.config import raise_all
 
-OF_AVERAGE = ".ema"  # behind the name of a validation text: of the averaged weights
+# behind the name of a validation text: of the averaged weights
+OF_AVERAGE = ".ema"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,12 @@ class DataConfig:
     def __post_init__(self) -> None:
         for name in ("train", "valid"):
             value = getattr(self, name)
-            prefixes = (value,) if isinstance(value, str | os.PathLike) else value
-            object.__setattr__(self, name, tuple(map(str, prefixes)))  # the dataclass is frozen
+            if isinstance(value, str | os.PathLike):
+                prefixes = (value,)
+            else:
+                prefixes = value
+            # the dataclass is frozen
+            object.__setattr__(self, name, tuple(map(str, prefixes)))
         raise_all("DataConfig", self._rules())
 
     def _rules(self) -> Iterator[tuple[bool, str]]:

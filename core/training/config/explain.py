@@ -18,23 +18,27 @@ def explained(merged: Merged, world_size: int) -> tuple[str, int]:
     """(the table, how the batch is made up for `world_size` ranks, and all mistakes; their number)."""
     sections = dict(merged.draft.sections)
     world_problems: list[Problem] = []
+    # a part with mistakes of its own is not in the draft
     if "parallel" in sections:
         sections["parallel"], broken_rules = in_world(sections["parallel"], world_size)
         world_problems = [Problem("", message) for _, message in broken_rules]
     problems = [*merged.problems, *world_problems, *between(sections)]
     lines = [*_changed(merged), *_table(merged), ""]
     if not problems:
-        lines += _memory(sections)
+        lines += _memory_lines(sections)
     lines.append(_explain_batch(sections, world_size))
     if problems:
-        heading = f"{len(problems)} mistakes:" if len(problems) > 1 else "1 mistake:"
+        heading = "1 mistake:"
+        if len(problems) > 1:
+            heading = f"{len(problems)} mistakes:"
         lines += ["", heading, *(f"  {merged.with_origin(problem)}" for problem in problems)]
     return "\n".join(lines), len(problems)
 
 
 def _changed(merged: Merged) -> Iterator[str]:
     """What was changed, and what of it has no effect: the first thing that is asked."""
-    values, fields_by_name = merged.draft.values, known_fields()
+    values = merged.draft.values
+    fields_by_name = known_fields()
     changed = [name for name in fields_by_name if merged.origin[name] != "default"]
     yield f"{len(changed)} settings are not from their defaults{':' if changed else ''}"
     for name in changed:
@@ -45,7 +49,7 @@ def _changed(merged: Merged) -> Iterator[str]:
     yield ""
 
 
-def _memory(sections: dict) -> Iterator[str]:
+def _memory_lines(sections: dict) -> Iterator[str]:
     """Bytes of weights, gradients and states on the fullest rank, where the model and its tokenizer are here."""
     try:
         from core.training.config.memory import fullest_rank
@@ -70,7 +74,8 @@ def _table(merged: Merged) -> Iterator[str]:
     # one row per field, its value as TOML would have it
     fields_by_name = list(known_fields().values())
     rows = [(field, _value_text(merged.draft.values[field.name])) for field in fields_by_name]
-    rows.sort(key=lambda row: row[0].section != "")  # fields of no part first, as TOML needs it
+    # fields of no part first, as TOML needs it
+    rows.sort(key=lambda row: row[0].section != "")
 
     # column widths; the help text takes the remaining columns of the terminal
     name_width = max(len(field.key) for field in fields_by_name) + 2
@@ -87,7 +92,8 @@ def _table(merged: Merged) -> Iterator[str]:
         columns = (
             f"  {field.key:<{name_width - 2}}  {text:<{value_width}}  {origin:<{origin_width}}  "
         )
-        if help_width < 30:  # a narrow terminal: the help goes below
+        # a narrow terminal: the help goes below
+        if help_width < 30:
             yield columns.rstrip()
             yield from textwrap.wrap(
                 field.help, left_width, initial_indent=" " * 6, subsequent_indent=" " * 6

@@ -10,9 +10,11 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-NONE = "None"  # the text that stands for no value, where a field may have none
+# the text that stands for no value, where a field may have none
+NONE = "None"
 
-_LARGEST = 1 << 64  # what no field's integer reaches, seeds included
+# what no field's integer reaches, seeds included
+_LARGEST = 1 << 64
 
 _TYPES = {"flag": "true | false", "texts": "list of texts", "table": "table of texts and numbers"}
 _NEEDED = {
@@ -115,7 +117,8 @@ def _is_whole(value: Any) -> bool:
     return isinstance(value, float) and value.is_integer()
 
 
-def _integer(value: Any) -> int:
+def _read_integer(value: Any) -> int:
+    # True is an int to Python, and to nobody who writes a configuration
     if not isinstance(value, int) or isinstance(value, bool):
         raise _WrongKind(_kind_of_value(value))
     if abs(value) >= _LARGEST:
@@ -123,7 +126,7 @@ def _integer(value: Any) -> int:
     return value
 
 
-def _number(value: Any) -> float:
+def _read_number(value: Any) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise _WrongKind(_kind_of_value(value))
     try:
@@ -135,19 +138,19 @@ def _number(value: Any) -> float:
     return number
 
 
-def _flag(value: Any) -> bool:
+def _read_flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise _WrongKind(_kind_of_value(value))
     return value
 
 
-def _text(value: Any) -> str:
+def _read_text(value: Any) -> str:
     if not isinstance(value, str):
         raise _WrongKind(_kind_of_value(value))
     return value
 
 
-def _texts(value: Any) -> tuple[str, ...]:
+def _read_texts(value: Any) -> tuple[str, ...]:
     """Numbers in a list become texts: weights of a blend."""
     if isinstance(value, str):
         if value == NONE:
@@ -155,7 +158,12 @@ def _texts(value: Any) -> tuple[str, ...]:
         return (value,)
     if not isinstance(value, list | tuple):
         raise _WrongKind(_kind_of_value(value))
-    items = [os.fspath(item) if isinstance(item, os.PathLike) else item for item in value]
+    items = []
+    for item in value:
+        if isinstance(item, os.PathLike):
+            items.append(os.fspath(item))
+        else:
+            items.append(item)
     if strange := [
         item for item in items if isinstance(item, bool) or not isinstance(item, str | int | float)
     ]:
@@ -173,22 +181,21 @@ def _table(value: Any) -> dict[str, str | float]:
     for key, item in value.items():
         if not isinstance(key, str) or not isinstance(item, str | int | float):
             raise _WrongKind(f"a table with {key!r}: {item!r}")
-        table[key] = (
-            str(item).lower()
-            if isinstance(item, bool)
-            else item
-            if isinstance(item, str)
-            else _number(item)
-        )
+        if isinstance(item, bool):
+            table[key] = str(item).lower()
+        elif isinstance(item, str):
+            table[key] = item
+        else:
+            table[key] = _read_number(item)
     return table
 
 
 _READ = {
-    "integer": _integer,
-    "number": _number,
-    "flag": _flag,
-    "text": _text,
-    "texts": _texts,
+    "integer": _read_integer,
+    "number": _read_number,
+    "flag": _read_flag,
+    "text": _read_text,
+    "texts": _read_texts,
     "table": _table,
 }
 
@@ -211,15 +218,16 @@ def pairs_of(names_and_values: tuple[str, ...]) -> dict[str, Any] | tuple[str, .
     return {name: number_of(value) for name, value in pairs}
 
 
-def _kind(hint: Any) -> tuple[str, bool, tuple[Any, ...]]:
+def _kind_of_annotation(hint: Any) -> tuple[str, bool, tuple[Any, ...]]:
     """(kind, optional, choices) of an annotation."""
     args = get_args(hint)
     if get_origin(hint) in (Union, UnionType):
         (inner,) = (arg for arg in args if arg is not NoneType)
-        kind, _, choices = _kind(inner)
+        # X | None is the only union that fields have
+        kind, _, choices = _kind_of_annotation(inner)
         return kind, True, choices
     if get_origin(hint) is Literal:
-        return _kind(type(args[0]))[0], False, args
+        return _kind_of_annotation(type(args[0]))[0], False, args
     if hint == tuple[str, ...]:
         return "texts", False, ()
     if get_origin(hint) is dict:
@@ -242,7 +250,9 @@ def docs_of(cls: type) -> dict[str, str]:
             and isinstance(node.target, ast.Name)
             and isinstance(after, ast.Expr)
         ):
-            text = after.value.value if isinstance(after.value, ast.Constant) else None
+            text = None
+            if isinstance(after.value, ast.Constant):
+                text = after.value.value
             if isinstance(text, str):
                 docs[node.target.id] = " ".join(text.split())
     return docs
@@ -254,8 +264,11 @@ def _fields_in(cls: type, prefix: str = "") -> Iterator[Field]:
         if is_dataclass(hints[field.name]):
             yield from _fields_in(hints[field.name], f"{field.name}.")
             continue
-        kind, optional, choices = _kind(hints[field.name])
-        default = field.default if field.default_factory is MISSING else field.default_factory()
+        kind, optional, choices = _kind_of_annotation(hints[field.name])
+        if field.default_factory is MISSING:
+            default = field.default
+        else:
+            default = field.default_factory()
         yield Field(
             name=prefix + field.name,
             kind=kind,
@@ -294,6 +307,7 @@ def flatten(
                 walk((*keys, str(key)), inner)
             return
         statement = f"{'.'.join(_quoted(key) for key in keys)} = {brief(value)}"
+        # {"optimizer": {"lr": 1}, "optimizer.lr": 2}: nobody knows which one is meant
         if name in flat:
             twice.append(
                 f"{name} is given twice, as {written[name]} and as {statement}; leave one out"

@@ -22,30 +22,32 @@ _CONFIG = "config"
 _MANY = ("texts", "table")
 # what `--help` tells
 COMMON = (
-    *(
-        "model.preset",
-        "model.huggingface",
-        "model.num_layers",
-        "model.hidden_size",
-        "model.num_attention_heads",
-    ),
-    *("model.ffn_hidden_size", "model.bf16"),
-    *("parallel.tensor", "parallel.pipeline", "parallel.sequence_parallel", "pipeline.schedule"),
-    *(
-        "data_parallel.zero_stage",
-        "data.train",
-        "data.valid",
-        "data.tokenizer",
-        "data.sequence_length",
-    ),
-    *(
-        "training.train_steps",
-        "training.global_batch_size",
-        "training.micro_batch_size",
-        "training.recompute",
-    ),
-    *("training.eval_interval", "training.output", "optimizer.lr", "optimizer.lr_schedule"),
-    *("checkpoint.directory", "checkpoint.every", "device"),
+    "model.preset",
+    "model.huggingface",
+    "model.num_layers",
+    "model.hidden_size",
+    "model.num_attention_heads",
+    "model.ffn_hidden_size",
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.sequence_parallel",
+    "pipeline.schedule",
+    "data_parallel.zero_stage",
+    "data.train",
+    "data.valid",
+    "data.tokenizer",
+    "data.sequence_length",
+    "training.train_steps",
+    "training.global_batch_size",
+    "training.micro_batch_size",
+    "training.recompute",
+    "training.eval_interval",
+    "training.output",
+    "optimizer.lr",
+    "optimizer.lr_schedule",
+    "checkpoint.directory",
+    "checkpoint.every",
+    "device",
 )
 
 
@@ -81,12 +83,14 @@ def read_flags(
     Raises ImportError: tyro is missing.
     """
     if "--help" in args or "-h" in args:
+        # torchrun starts many processes with the same flags; one of them answers
         if os.environ.get("LOCAL_RANK", "0") == "0":
             say_to_reader(short_help(fields_by_name, defaults, description))
         raise SystemExit(0)
+    # tyro's own help tells every field
     args = ["--help" if word == "--help-all" else word for word in args]
-    accepted, typed, problems = _scan(args, fields_by_name)
-    parsed, rest = _parsed(accepted, fields_by_name, defaults, description)
+    accepted, typed, problems = _scan_arguments(args, fields_by_name)
+    parsed, rest = _parsed_by_tyro(accepted, fields_by_name, defaults, description)
     values: dict[str, Any] = {}
     for name in typed:
         spec = fields_by_name[name]
@@ -97,7 +101,7 @@ def read_flags(
             values[name] = pairs_of(raw)
         else:
             values[name] = spec.from_text(raw) if isinstance(raw, str) else raw
-    problems += _strays(rest, fields_by_name)
+    problems += _stray_words(rest, fields_by_name)
     return Flags(values=values, typed=typed, files=parsed.config, problems=tuple(problems))
 
 
@@ -105,32 +109,40 @@ def short_help(
     fields_by_name: Mapping[str, Field], defaults: Mapping[str, Any], description: str
 ) -> str:
     """`description`, then flag, default and docstring of each of `COMMON`; of long docstrings the first sentence."""
-    width, indent = min(110, shutil.get_terminal_size((110, 24)).columns), " " * 6
+    width = min(110, shutil.get_terminal_size((110, 24)).columns)
+    indent = " " * 6
     head = "The flags that most runs need; --help-all tells every one:"
     lines = [description.strip(), "", head, "  --config FILE.toml"]
     lines.append(f"{indent}Read the run from this file; a later one wins, flags win over all.")
     for name in COMMON:
-        spec, default = fields_by_name[name], defaults[name]
+        spec = fields_by_name[name]
+        default = defaults[name]
         value = "" if _is_switch(spec) else f" {_placeholder(spec)}"
-        told = "" if default in (None, (), False) else f"  (default: {literal(default)})"
-        help_ = spec.help if len(spec.help) <= 150 else f"{spec.help.split('. ')[0].rstrip('.')}."
+        if default in (None, (), False):
+            told = ""
+        else:
+            told = f"  (default: {literal(default)})"
+        if len(spec.help) <= 150:
+            help_ = spec.help
+        else:
+            help_ = f"{spec.help.split('. ')[0].rstrip('.')}."
         lines.append(f"  {flag_of(name)}{value}{told}")
         lines += textwrap.wrap(help_, width, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def _scan(
+def _scan_arguments(
     args: Sequence[str], fields_by_name: Mapping[str, Field]
 ) -> tuple[list[str], dict[str, str], list[Problem]]:
     """(arguments without flags that lack a value, or have one too many; name -> flag as typed; those mistakes)."""
     accepted: list[str] = []
     typed: dict[str, str] = {}
+    problems: list[Problem] = []
     if "--" in args:
-        problems = [Problem("", "'--' is a stray word among the flags; leave it out")]
-    else:
-        problems = []
+        problems.append(Problem("", "'--' is a stray word among the flags; leave it out"))
     args = [word for word in args if word != "--"]
     owner = _Owner("", "text", 0)  # of the words that follow
+    # the last word is followed by a flag that is none, so that a value it lacks is missed
     for word, after in zip(args, [*args, "--"][1:], strict=True):
         if not word.startswith("--"):
             owner = replace(owner, count=owner.count + 1)
@@ -142,42 +154,38 @@ def _scan(
                 accepted.append(word)
             continue
         head, equals, _ = word.partition("=")
-        name, switch = _names(head, fields_by_name)
-        kind = (
-            fields_by_name[switch].kind
-            if switch in fields_by_name
-            else "text"
-            if name == _CONFIG
-            else None
-        )
-        owner = _Owner(
-            head,
-            "unknown" if kind is None else "config" if name == _CONFIG else kind,
-            int(bool(equals)),
-        )
+        name, switch = _names_of_flag(head, fields_by_name)
+        kind = _kind_of_flag(name, switch, fields_by_name)
+        owner = _Owner(head, kind or "unknown", int(bool(equals)))
         if kind is not None and (switch in typed or name in typed):
-            problems.append(Problem("", _twice(head, typed.get(switch) or typed[name], kind)))
+            problems.append(
+                Problem("", _given_twice_message(head, typed.get(switch) or typed[name], kind))
+            )
             owner = replace(owner, kind="twice")
         elif kind is None:
             accepted.append(word)
         elif _is_switch(fields_by_name.get(switch)):
-            owner = _Owner(head, "switch", 0, _switch(switch))
+            owner = _Owner(head, "switch", 0, _switch_words(switch))
             if equals:
                 problems.append(
-                    Problem("", f"{word}: a value is one word too many; use {_switch(switch)}")
+                    Problem(
+                        "", f"{word}: a value is one word too many; use {_switch_words(switch)}"
+                    )
                 )
             else:
                 accepted.append(word)
                 typed[switch] = head
         elif kind == "flag" and (switch != name or (not equals and _is_flag(after))):
             # a switch that may also be left to a default: alone it is true, with no- it is false
-            owner = _Owner(head, "switch", 0, _switch(switch))
+            owner = _Owner(head, "switch", 0, _switch_words(switch))
             accepted.append(f"{flag_of(switch)}={'true' if switch == name else 'false'}")
             typed[switch] = head
         elif switch != name and name != _CONFIG:
             accepted.append(word)  # --optimizer.no-lr: nobody's
         elif not equals and _is_flag(after):
-            more = f" ..., or {head} {NONE} for an empty one" if kind in _MANY else ""
+            more = ""
+            if kind in _MANY:
+                more = f" ..., or {head} {NONE} for an empty one"
             problems.append(Problem("", f"{head} has no value; give {head} VALUE{more}"))
         else:
             accepted.append(word)
@@ -185,14 +193,23 @@ def _scan(
     return accepted, typed, problems
 
 
-def _names(head: str, fields_by_name: Mapping[str, Field]) -> tuple[str, str]:
+def _kind_of_flag(name: str, switch: str, fields_by_name: Mapping[str, Field]) -> str | None:
+    """Of which kind a flag's values are; None: there is no such flag."""
+    if switch in fields_by_name:
+        return fields_by_name[switch].kind
+    if name == _CONFIG:
+        return "config"
+    return None
+
+
+def _names_of_flag(head: str, fields_by_name: Mapping[str, Field]) -> tuple[str, str]:
     """(the flat name of a flag, the one without `no-`)."""
     section, _, key = head.removeprefix("--").replace("-", "_").rpartition(".")
     name = f"{section}.{key}" if section else key
     return name, name if name in fields_by_name else f"{section}.{key.removeprefix('no_')}"
 
 
-def _twice(head: str, earlier: str, kind: str) -> str:
+def _given_twice_message(head: str, earlier: str, kind: str) -> str:
     """The message for a flag that is there again: nobody knows which one is meant."""
     both = head if head == earlier else f"{earlier} and {head}"
     if kind in _MANY:
@@ -232,14 +249,15 @@ def _is_switch(field: Field | None) -> bool:
     return field is not None and field.kind == "flag" and not field.optional
 
 
-def _switch(name: str) -> str:
+def _switch_words(name: str) -> str:
     section, _, key = name.rpartition(".")
     return f"{flag_of(name)} or {flag_of(f'{section}.no_{key}')}"
 
 
-def _strays(rest: Sequence[str], fields_by_name: Mapping[str, Field]) -> list[Problem]:
+def _stray_words(rest: Sequence[str], fields_by_name: Mapping[str, Field]) -> list[Problem]:
     """What tyro could not place; the values of an unknown flag go with it."""
-    problems, flag = [], ""
+    problems = []
+    flag = ""
     for word in rest:
         if word.startswith("--"):
             flag = word.partition("=")[0]
@@ -250,7 +268,7 @@ def _strays(rest: Sequence[str], fields_by_name: Mapping[str, Field]) -> list[Pr
     return problems
 
 
-def _parsed(
+def _parsed_by_tyro(
     args: Sequence[str],
     fields_by_name: Mapping[str, Field],
     defaults: Mapping[str, Any],
@@ -265,14 +283,15 @@ def _parsed(
     try:
         with contextlib.redirect_stderr(messages):
             return tyro.cli(
-                _mirror(tyro, fields_by_name, defaults),
+                _mirror_dataclass(tyro, fields_by_name, defaults),
                 args=list(args),
                 description=description,
                 return_unknown_args=True,
                 console_outputs=os.environ.get("LOCAL_RANK", "0") == "0",
             )
     except SystemExit as end:
-        if end.code and messages.getvalue():  # what the scan did not see; without tyro's frame
+        # what the scan did not see; without tyro's frame
+        if end.code and messages.getvalue():
             print(
                 "error:",
                 " ".join(re.sub(r"[^\x20-\x7e]", " ", messages.getvalue()).split()),
@@ -281,15 +300,16 @@ def _parsed(
         raise
 
 
-def _mirror(tyro: Any, fields_by_name: Mapping[str, Field], defaults: Mapping[str, Any]) -> type:
+def _mirror_dataclass(
+    tyro: Any, fields_by_name: Mapping[str, Field], defaults: Mapping[str, Any]
+) -> type:
     """A dataclass of dataclasses with the same flags, all of them texts and without rules."""
 
     def entries(section: str) -> list[tuple[str, Any, Any]]:
-        return [
-            _entry(tyro, fields_by_name[n], defaults[n])
-            for n in fields_by_name
-            if fields_by_name[n].section == section
+        in_section = [
+            (name, spec) for name, spec in fields_by_name.items() if spec.section == section
         ]
+        return [_mirror_field(tyro, spec, defaults[name]) for name, spec in in_section]
 
     entries_by_section: list[tuple[str, Any, Any]] = [
         (
@@ -319,7 +339,7 @@ def _mirror(tyro: Any, fields_by_name: Mapping[str, Field], defaults: Mapping[st
     return make_dataclass("Run", entries_by_section, kw_only=True)
 
 
-def _entry(tyro: Any, spec: Field, default: Any) -> tuple[str, Any, Any]:
+def _mirror_field(tyro: Any, spec: Field, default: Any) -> tuple[str, Any, Any]:
     help_ = {
         "help": spec.help,
         "help_behavior_hint": f"(default: {NONE if default is None else literal(default)})",

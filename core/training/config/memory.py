@@ -19,8 +19,10 @@ from core.parallel_state.grid import Grid
 from core.training.config.data import DataConfig
 from core.training.model.config import DTYPES
 
-_MOST_LAYERS = 512  # each is built, without memory; that takes about a millisecond
-_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "lion": 1}  # of all elements, of muon the matrices
+# each is built, without memory; that takes about a millisecond
+_MOST_LAYERS = 512
+# of all elements, of muon the matrices
+_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "lion": 1}
 
 
 def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
@@ -28,21 +30,26 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
 
     Raises ValueError, OSError: a model or a text that is not here; a model of one's own (`model.build`).
     """
-    model, parallel, sharding = sections["model"], sections["parallel"], sections["data_parallel"]
+    model = sections["model"]
+    parallel = sections["parallel"]
+    sharding = sections["data_parallel"]
     if model.build is not None:
         raise ValueError("a model of your own is built when the run starts")
     if model.layers > _MOST_LAYERS:
         raise ValueError(f"{model.layers} layers are not laid out here, at most {_MOST_LAYERS} are")
-    tokens, length = _tokens(sections["data"]), sections["data"].sequence_length
+    tokens = _vocabulary_size(sections["data"])
+    length = sections["data"].sequence_length
     ranks = parallel.pipeline
     placement = sections["pipeline"].placement(ranks) if ranks > 1 else (0,)
     found = []
     for stage_rank in range(ranks):
-        ps = _planned(parallel, Grid(parallel).rank_at(pp=stage_rank, dp=0, cp=0, tp=0))
+        # one rank per stage is enough: the others hold as much
+        ps = _planned_rank(parallel, Grid(parallel).rank_at(pp=stage_rank, dp=0, cp=0, tp=0))
         with torch.device("meta"):
             stages = gpt_stages(**model.arguments(tokens, length), placement=placement, parallel=ps)
         found.append(_numbers(stages, sections.get("lora")))
-    optimizer, grad_dtype = sections["optimizer"], sharding.grad_dtype
+    optimizer = sections["optimizer"]
+    grad_dtype = sharding.grad_dtype
     frozen, trained = max(found, key=sum)
     state = expected_bytes(
         trained,
@@ -54,7 +61,8 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
         moments=_MOMENTS[optimizer.optimizer] + (optimizer.ema_decay > 0),
         offload_fraction=sharding.offload_fraction if sharding.offload == "optimizer" else 0.0,
     )
-    return state + StateBytes(weights=frozen * model.dtype.itemsize)  # whole on every rank
+    # whole on every rank
+    return state + StateBytes(weights=frozen * model.dtype.itemsize)
 
 
 def _numbers(stages: Mapping[int, GPTModel], lora: LoraConfig | None) -> tuple[int, int]:
@@ -70,10 +78,12 @@ class _PlannedGroup(Group):
     """A group of processes that nobody has started: only its ranks are read."""
 
     def __post_init__(self) -> None:
-        self.size, self.gloo, self.staged = len(self.ranks), frozenset(), frozenset()
+        self.size = len(self.ranks)
+        self.gloo = frozenset()
+        self.staged = frozenset()
 
 
-def _planned(parallel: ParallelConfig, rank: int) -> ParallelState:
+def _planned_rank(parallel: ParallelConfig, rank: int) -> ParallelState:
     """What `rank` of this layout will be."""
     groups: dict[str, Group] = {}
     for name, ranks in Grid(parallel).groups_of(rank).items():
@@ -82,7 +92,7 @@ def _planned(parallel: ParallelConfig, rank: int) -> ParallelState:
     return ParallelState(parallel, rank, groups=groups)
 
 
-def _tokens(data: DataConfig) -> int:
+def _vocabulary_size(data: DataConfig) -> int:
     """Of the text's tokenizer; what the default corpus will have. Raises ValueError: a file that does not tell."""
     if not data.train:
         return data.vocab_size

@@ -29,7 +29,8 @@ from core.transformer.rules import layout_rules
 
 Rules = Iterator[tuple[bool, str]]
 
-_MOST_STAGES = 1 << 14  # of a model whose layers nobody here can count
+# of a model whose layers nobody here can count
+_MOST_STAGES = 1 << 14
 
 
 def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
@@ -42,13 +43,17 @@ def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
         return
     # a model that is wrong by itself has no sizes to divide: its mistake alone is reported
     try:
-        config, rotates = model.transformer(), model.spec().rotary is not None
+        config = model.transformer()
+        rotates = model.spec().rotary is not None
     except ValueError as error:
         yield False, f"model: {str(error).removeprefix('TransformerConfig: ')}"
         return
     yield from layout_rules(config, parallel)
+    # as Rotary counts them
     rotated = int(config.head_size * config.rotary_percent)
-    share = f" x rotary_percent={config.rotary_percent}" if config.rotary_percent < 1 else ""
+    share = ""
+    if config.rotary_percent < 1:
+        share = f" x rotary_percent={config.rotary_percent}"
     yield (
         not rotates or (rotated > 0 and rotated % 2 == 0),
         f"rotary positions rotate pairs of dims, hidden_size={config.hidden_size} with num_attention_heads="
@@ -63,7 +68,8 @@ def _position_rules(model: ModelConfig, data: DataConfig) -> Rules:
         return
     try:
         positions = model.positions(data.sequence_length)
-    except ValueError:  # a folder that cannot be read, which the rules of the model tell
+    except ValueError:
+        # a folder that cannot be read, which the rules of the model tell
         return
     yield (
         data.sequence_length <= positions,
@@ -113,7 +119,8 @@ def _tokens_of(data: DataConfig) -> int | None:
 
 def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
     """The batch divides over data ranks and microbatches; checked once the number of data ranks is known."""
-    ranks = parallel.data  # None until the size of the world is known
+    # None until the size of the world is known
+    ranks = parallel.data
     if ranks is not None and training.global_batch_size % (training.micro_batch_size * ranks):
         yield False, _describe_batch_mismatch(training, ranks)
     if ranks is not None and training.ramp is not None:
@@ -128,9 +135,12 @@ def _batch_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
 
 def _describe_batch_mismatch(training: TrainingConfig, ranks: int) -> str:
     """Both numbers, the nearest batches that divide, and the microbatches that would."""
-    batch, micro = training.global_batch_size, training.micro_batch_size
+    batch = training.global_batch_size
+    micro = training.micro_batch_size
     step = micro * ranks
-    below, above = batch // step * step, -(-batch // step) * step
+    # the nearest batches that do divide
+    below = batch // step * step
+    above = -(-batch // step) * step
     remedy = f"{below} or {above}" if below else f"{above}"
     # with this batch, other microbatches may divide
     if batch % ranks == 0:
@@ -150,13 +160,17 @@ def batch_solved(training: TrainingConfig, parallel: ParallelConfig) -> str:
     """
     assert parallel.data is not None, "call for_world first"
     raise_all("the batch", _batch_rules(training, parallel))
-    batch, micro, ranks = training.global_batch_size, training.micro_batch_size, parallel.data
+    batch = training.global_batch_size
+    micro = training.micro_batch_size
+    ranks = parallel.data
     accumulation = batch // micro // ranks
     return f"global_batch_size {batch} = micro_batch_size {micro} x accumulation {accumulation} x data {ranks}"
 
 
 def _sequence_rules(data: DataConfig, parallel: ParallelConfig) -> Rules:
-    length, ranks, context = data.sequence_length, parallel.tensor, parallel.context
+    length = data.sequence_length
+    ranks = parallel.tensor
+    context = parallel.context
     wrong = wrong_length(length, context)
     yield wrong is None, f"data.sequence_length: {wrong}"
     next_multiple = -(-length // (context * ranks)) * context * ranks
@@ -177,12 +191,14 @@ def _file_rules(data: DataConfig) -> Rules:
             continue
         try:
             for _, prefix in open_blend(blend) if blend else ():
-                if is_text(prefix):  # becomes a token file when everything else fits together
+                # becomes a token file when everything else fits together
+                if is_text(prefix):
                     continue
                 tokens = (
                     Manifest.read(prefix) if is_list(prefix) else TokenFile(prefix)
                 ).num_tokens
                 yield (
+                    # one more, for the last label; a validation text may be short
                     length < tokens or name != "train",
                     f"sequence_length={length} needs {length + 1} tokens (one more to predict), {name}={prefix} has "
                     f"{tokens}; use at most {tokens - 1}, or more text",
@@ -208,7 +224,8 @@ def _stage_rules(model: ModelConfig, parallel: ParallelConfig, pipeline: Pipelin
     # interleaved schedules have several stages per rank, each of at least one layer
     try:
         stages = len(pipeline.placement(parallel.pipeline))
-    except Exception as error:  # of a function of the user's, which may raise anything
+    except Exception as error:
+        # of a function of the user's, which may raise anything
         yield (
             False,
             f"schedule={pipeline.schedule} over pipeline={parallel.pipeline} ranks: {error}",
@@ -325,6 +342,7 @@ def run_rules(parts: Mapping[str, Any]) -> Rules:
     parts: "model", "parallel", ... -> that part.
     """
     for needed, rules in _RULES:
+        # a part that is wrong by itself is left out; the rules of the others still speak
         if parts.keys() >= set(needed):
             yield from rules(*(parts[name] for name in needed))
 

@@ -27,7 +27,8 @@ from core.training.config.toml_files import read_toml, write_toml
 from core.training.model.config import ModelConfig
 from core.training.model.folder import tokenizer_in
 
-_TRAIN_STEPS, _DECAY_STEPS = "training.train_steps", "optimizer.lr_decay_steps"
+_TRAIN_STEPS = "training.train_steps"
+_DECAY_STEPS = "optimizer.lr_decay_steps"
 # defaults of a run that differ from those of an optimizer alone
 _OPTIMIZER_DEFAULTS: dict[str, Any] = {
     "lr_schedule": "cosine",
@@ -118,7 +119,10 @@ class RunConfig:
         """{"optimizer.lr": 0.001, ...}: every field; a fact of the model that nobody gave is None, see `resolved`."""
         values = {}
         for name, known_field in known_fields().items():
-            owner = getattr(self, known_field.section) if known_field.section else self
+            if known_field.section:
+                owner = getattr(self, known_field.section)
+            else:
+                owner = self
             values[name] = getattr(owner, known_field.key)
         return values
 
@@ -192,6 +196,7 @@ def known_fields() -> dict[str, Field]:
     """Flat name -> field, of all fields of a run."""
     config_fields = dict(fields_of(RunConfig))
     for key, default in _OPTIMIZER_DEFAULTS.items():
+        # a run's own defaults, as --help and templates show them
         name = f"optimizer.{key}"
         config_fields[name] = replace(config_fields[name], default=default)
     return config_fields
@@ -269,7 +274,9 @@ def drafted(raw_values: Mapping[str, Any], earlier_problems: Sequence[str] = ())
             sections[section] = built
     if "model" in sections:
         facts, sources = _resolved(sections["model"])
-        values, derived = values | facts, derived | sources
+        # what a preset or folder says, so that --explain can tell it
+        values = values | facts
+        derived = derived | sources
     if "device" not in wrong_names:
         problems += [
             Problem("device", text) for holds, text in _device_rules(valid["device"]) if not holds
@@ -294,7 +301,8 @@ def _resolved(model: ModelConfig) -> tuple[dict[str, Any], dict[str, str]]:
     """(field -> value of the facts that nobody gave, field -> the field that they follow)."""
     try:
         facts = model.resolved()
-    except ValueError:  # a folder that cannot be read, which the rules tell
+    except ValueError:
+        # a folder that cannot be read, which the rules tell
         return {}, {}
     sources = {key: source for key in facts if (source := model.source_of(key)) is not None}
     return (
@@ -304,10 +312,8 @@ def _resolved(model: ModelConfig) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _fill_decay_steps(valid: dict[str, Any], wrong_names: set[str]) -> dict[str, str]:
-    schedule, warmup_fraction = (
-        valid["optimizer.lr_schedule"],
-        valid["optimizer.lr_warmup_fraction"],
-    )
+    schedule = valid["optimizer.lr_schedule"]
+    warmup_fraction = valid["optimizer.lr_warmup_fraction"]
     needs_steps = schedule in LR_SCHEDULES and (schedule not in ENDLESS or warmup_fraction > 0)
     if not needs_steps or valid[_DECAY_STEPS] is not None or _DECAY_STEPS in wrong_names:
         return {}
@@ -332,10 +338,8 @@ def _build_section(
         return kind(**arguments), None
     except ValueError as error:
         text = f"{section}: {str(error).removeprefix(f'{kind.__name__}: ')}"
-        for (
-            name,
-            source,
-        ) in derived.items():  # the message names a number that the user did not give
+        # the message names a number that the user did not give
+        for name, source in derived.items():
             if name == f"{section}.lr_decay_steps" and f"={valid[source]}" in text:
                 text += f" ({name} follows {source}={valid[source]})"
         return None, Problem(section, text)

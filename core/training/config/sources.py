@@ -24,11 +24,8 @@ from core.training.config.texts import with_token_files
 from core.training.config.toml_files import literal, read_toml, write_toml
 from core.training.log.leaving import let_the_first_rank_end, listed, say_mistake
 
-_WHOLE_MODELS = (
-    "model.preset",
-    "model.huggingface",
-    "model.build",
-)  # each says all facts of a model
+# each says all facts of a model
+_WHOLE_MODELS = ("model.preset", "model.huggingface", "model.build")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +82,9 @@ class Merged:
 
     def with_origin(self, problem: Problem) -> str:
         """The mistake, and where the values that it speaks of are from."""
-        where = [self.origin[problem.name]] if problem.name in self.origin else []
+        where = []
+        if problem.name in self.origin:
+            where.append(self.origin[problem.name])
         for name in known_fields():
             section, _, key = name.rpartition(".")
             if (
@@ -108,7 +107,8 @@ def merge(
     Raises SystemExit: after --help. ImportError: tyro is missing.
     """
     fields_by_name = known_fields()
-    values_by_name, origin = dict(defaults or {}), dict.fromkeys(defaults or {}, "script")
+    values_by_name = dict(defaults or {})
+    origin = dict.fromkeys(defaults or {}, "script")
     shown = {name: values_by_name.get(name, spec.default) for name, spec in fields_by_name.items()}
     flags = read_flags(args, fields_by_name, defaults=shown, description=description)
     problems = []
@@ -123,6 +123,7 @@ def merge(
         origin |= {name: f"{path}:{lines[name]}" if name in lines else path for name in values}
     values_by_name |= flags.values
     origin |= flags.typed
+    # last, for all sources may name the checkpoint; but what they say of the model is not overwritten
     of_weights = _settings_of_weights(values_by_name)
     values_by_name |= of_weights
     origin |= dict.fromkeys(of_weights, "checkpoint.weights")
@@ -185,7 +186,8 @@ def checked(loaded: Loaded, world_size: int) -> RunConfig:
         return with_token_files(loaded.run.check(world_size)).check(world_size)
     except ConfigError as error:
         _leave([in_the_runs_names(problem.text) for problem in error.problems], status=1)
-    except (ValueError, OSError, ImportError) as error:  # of text that cannot be prepared
+    except (ValueError, OSError, ImportError) as error:
+        # of text that cannot be prepared
         _leave([str(error)], status=1)
 
 

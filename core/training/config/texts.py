@@ -33,7 +33,10 @@ def with_token_files(run: RunConfig) -> RunConfig:
 
 class _Texts:
     def __init__(self, data: DataConfig) -> None:
-        self._data, self._tokenizer, self._first = data, data.tokenizer, True
+        self._data = data
+        self._tokenizer = data.tokenizer
+        self._first = True
+        # one process per machine: disks may be local
         self._writes = os.environ.get("LOCAL_RANK", "0") == "0"
 
     def blend(self, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -53,9 +56,8 @@ class _Texts:
                 say=self._say,
             )
             name = str(path)
-        if (
-            self._first and self._tokenizer is None and not is_list(name)
-        ):  # the others are read by its tokenizer
+        # the others are read by its tokenizer
+        if self._first and self._tokenizer is None and not is_list(name):
             beside = tokenizer_beside(TokenFile(name).prefix)
             self._tokenizer = str(beside) if beside is not None else None
         self._first = False

@@ -11,7 +11,8 @@ from core.training.config.fields import NONE, Field, flatten
 from core.training.config.messages.toml_mistakes import explained
 
 _CLOSES = re.compile(r"[]}]|\"\"\"|'''")
-_TRIES = 200  # lines that might end a setting of several lines, and do not
+# lines that might end a setting of several lines, and do not
+_TRIES = 200
 
 
 class Read(NamedTuple):
@@ -26,7 +27,8 @@ def read_toml(path: str | Path, fields_by_name: Mapping[str, Field]) -> Read:
     """What a file says. Raises ValueError: it cannot be read, or is no TOML."""
     text = ""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
+        # some editors begin a file with a mark
+        text = Path(path).read_text(encoding="utf-8-sig")
         values, duplicates = flatten(tomllib.loads(text), fields_by_name)
         lines = lines_of(text, values)
     except FileNotFoundError:
@@ -37,7 +39,8 @@ def read_toml(path: str | Path, fields_by_name: Mapping[str, Field]) -> Read:
         raise ValueError(f"{path} cannot be read as TOML: it is nested too deeply") from None
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} cannot be read as TOML: {explained(text, error)}") from None
-    except (OSError, ValueError) as error:  # UnicodeDecodeError among them
+    except (OSError, ValueError) as error:
+        # UnicodeDecodeError among them
         raise ValueError(
             f"{path} cannot be read as TOML: {getattr(error, 'strerror', None) or error}"
         ) from None
@@ -50,8 +53,9 @@ def lines_of(text: str, names: Iterable[str]) -> dict[str, int]:
     table: tuple[str, ...] = ()
     for number, statement, parsed in _statements(text):
         header = statement.lstrip().startswith("[")
-        paths = [((() if header else table) + path) for path in _paths(parsed)]
-        table = paths[-1] if header else table
+        paths = [((() if header else table) + path) for path in _key_paths(parsed)]
+        if header:
+            table = paths[-1]
         for path in paths:
             line_of.setdefault(".".join(path), number)
     return {name: line_of[name] for name in names if name in line_of}
@@ -59,9 +63,12 @@ def lines_of(text: str, names: Iterable[str]) -> dict[str, int]:
 
 def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
     """(first line, text, what it says by itself) of every header and setting: as many lines as are TOML together."""
-    start, pending, tries = 1, "", 0
+    start = 1
+    pending = ""
+    tries = 0
     for number, line in enumerate(text.split("\n"), 1):
         pending += line + "\n"
+        # a list or text over many lines: only a line that closes something can end it
         if number > start and not _CLOSES.search(line):
             continue
         try:
@@ -72,15 +79,16 @@ def _statements(text: str) -> Iterator[tuple[int, str, dict[str, Any]]]:
                 return
             continue
         yield start, pending, parsed
-        start, pending = number + 1, ""
+        start = number + 1
+        pending = ""
 
 
-def _paths(parsed: Mapping[str, Any], outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def _key_paths(parsed: Mapping[str, Any], outer: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The keys that lead to every table and value, outer ones first."""
     for key, value in parsed.items():
         yield (*outer, key)
         if isinstance(value, dict):
-            yield from _paths(value, (*outer, key))
+            yield from _key_paths(value, (*outer, key))
 
 
 def literal(value: Any) -> str:
@@ -105,7 +113,8 @@ def write_toml(
     comment: str = "",
 ) -> str:
     """A file with every field and its value, part by part; written to `path` where one is given."""
-    lines, section = [f"# {comment}"] if comment else [], ""
+    lines = [f"# {comment}"] if comment else []
+    section = ""
     # fields of no section come first: in TOML they could not follow a section
     for field in sorted(fields, key=lambda field: field.section != ""):
         if field.section != section:

@@ -21,7 +21,8 @@ from core.training.doctor.show import as_json, failures, show  # noqa: E402
 try:
     from core.parallel_state.environment import started_processes
     from core.training.doctor import collect
-except (ImportError, OSError) as error:  # no torch, or one whose libraries do not load
+except (ImportError, OSError) as error:
+    # no torch, or one whose libraries do not load
     WITHOUT_TORCH = f"the rest needs torch: {first_line(error)}"
 else:
     WITHOUT_TORCH = ""
@@ -46,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-self-test", action="store_true", help="start no processes")
     options = parser.parse_args(arguments)
     checks = _checks(options.device, not options.no_self_test)
-    seconds = time.perf_counter() - BEGIN  # imports included, which take the most
+    # imports included, which take the most
+    seconds = time.perf_counter() - BEGIN
     if int(os.environ.get("RANK", 0)) == 0:
         if options.json:
             print(as_json(checks, seconds))

@@ -55,6 +55,7 @@ class Compiler:
         self._process: subprocess.Popen | None = None
         self._error = ""
         try:
+            # beside the other checks: compiling takes seconds
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -73,6 +74,7 @@ class Compiler:
             return Check(
                 name="torch.compile", value=error, status="off", remedy=self._remedy(error)
             )
+        # inductor writes C++ for CPUs, Triton for accelerators
         if device.type != "cpu" and find_spec("triton") is None:
             value = f"{self.name} works, but triton is not installed"
             return Check(
@@ -134,13 +136,14 @@ def devices(device: torch.device) -> Check:
     module = torch.get_device_module(device)
     descriptions = []
     for index in range(torch.accelerator.device_count()):
-        name = module.get_device_name(index) if hasattr(module, "get_device_name") else device.type
+        if hasattr(module, "get_device_name"):
+            name = module.get_device_name(index)
+        else:
+            name = device.type
         description = f"{device.type}:{index} {name}"
-        properties = (
-            module.get_device_properties(index)
-            if hasattr(module, "get_device_properties")
-            else None
-        )
+        properties = None
+        if hasattr(module, "get_device_properties"):
+            properties = module.get_device_properties(index)
         size = getattr(properties, "total_memory", 0)
         if size:
             description += f", {gib(size)}"
@@ -177,7 +180,8 @@ def backends(device: torch.device) -> Iterator[Check]:
     available = available_backends()
     device_backend = default_backend(device.type)
     for name in dict.fromkeys(["gloo", device_backend]):
-        is_plugin = name not in ("gloo", "nccl", "xccl", "none")  # reports a failure by itself
+        # reports a failure by itself
+        is_plugin = name not in ("gloo", "nccl", "xccl", "none")
         if name in available or is_plugin:
             yield Check(name=name, value="in this torch", status="ok", required=True)
         else:
@@ -195,7 +199,9 @@ def attention(device: torch.device) -> Check:
     # mixed precision on accelerators: the kernels differ by dtype
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     q = torch.ones(1, 2, 16, 64, device=device, dtype=dtype)
-    working, failing, reasons = [], [], ""
+    working = []
+    failing = []
+    reasons = ""
     for name, kernel in KERNELS.items():
         with warnings.catch_warnings(record=True) as messages, sdpa_kernel(kernel):
             warnings.simplefilter("always")
@@ -271,6 +277,7 @@ def fused_adamw(device: torch.device) -> Check:
             amsgrad=False,
             maximize=False,
         )
+        # a backend may have the operation and do nothing
         works = bool((params[0] < 1).all())
     except (RuntimeError, AttributeError) as error:
         value = f"not on {device.type}: {str(error).splitlines()[0][:200]}"

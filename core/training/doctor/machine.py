@@ -18,18 +18,15 @@ CGROUP = Path("/sys/fs/cgroup")
 def machine() -> Iterator[Check]:
     """Cores and threads, memory, shared memory, open files."""
     for check in (cpu, memory, shared_memory, open_files):
-        yield _safely(check)
+        yield _result_or_error(check)
 
 
 # a check that fails says so in its line: the report must come out on every machine
-def _safely(check: Callable[[], Check]) -> Check:
+def _result_or_error(check: Callable[[], Check]) -> Check:
     try:
         return check()
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-    ) as error:  # another kernel, a locked-down container
+    except (OSError, ValueError, AttributeError) as error:
+        # another kernel, a locked-down container
         return Check(
             name=check.__name__.replace("_", " "),
             value=f"not known: {first_line(error)}",
@@ -43,12 +40,13 @@ def cpu() -> Check:
     usable = list(range(cores))
     if hasattr(os, "sched_getaffinity"):
         usable = sorted(os.sched_getaffinity(0))
-    quota, threads = _cpu_quota(), torch.get_num_threads()
+    quota = _cpu_quota()
+    threads = torch.get_num_threads()
 
     noun = "cores" if cores > 1 else "core"
     facts = [f"{os.cpu_count()} {noun}"]
     if len(usable) < cores:
-        facts.append(f"pinned to {len(usable)} of them ({_ranges(usable)})")
+        facts.append(f"pinned to {len(usable)} of them ({_in_ranges(usable)})")
     if quota is not None and quota < len(usable):
         facts.append(f"limited to the time of {quota:g}")
     noun = "threads" if threads > 1 else "thread"
@@ -56,14 +54,16 @@ def cpu() -> Check:
     facts.append(f"OMP_NUM_THREADS is {os.environ.get('OMP_NUM_THREADS') or 'not set'}")
     value = "; ".join(facts)
 
+    # the narrower of two limits: cores, and the time on them
     available = min(len(usable), quota or len(usable))
-    if threads > max(1, available):  # more threads than cores wait for each other
+    # more threads than cores wait for each other
+    if threads > max(1, available):
         remedy = f"export OMP_NUM_THREADS={max(1, int(available))}, divided by the processes on this machine"
         return Check(name="CPU", value=value, status="off", remedy=remedy)
     return Check(name="CPU", value=value, status="ok")
 
 
-def _ranges(numbers: list[int]) -> str:
+def _in_ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5"."""
     runs: list[list[int]] = []  # [first, last]
     for number in numbers:
@@ -79,7 +79,8 @@ def _cpu_quota() -> float | None:
     path = CGROUP / "cpu.max"
     if not path.exists():
         return None
-    quota, period = path.read_text().split()  # microseconds of CPU time per period
+    # microseconds of CPU time per period
+    quota, period = path.read_text().split()
     if quota == "max":
         return None
     return int(quota) / int(period)
@@ -90,7 +91,8 @@ def memory() -> Check:
     sizes = {}
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, text = line.split(":")
-        sizes[name] = int(text.split()[0]) << 10  # the file is in KiB
+        # the file is in KiB
+        sizes[name] = int(text.split()[0]) << 10
     value = f"{gib(sizes['MemTotal'])}, {gib(sizes['MemAvailable'])} available"
     limit_file = CGROUP / "memory.max"
     limit = limit_file.read_text().strip() if limit_file.exists() else "max"
@@ -102,7 +104,8 @@ def memory() -> Check:
 def shared_memory() -> Check:
     """/dev/shm, where NCCL and processes of one machine exchange data."""
     blocks = os.statvfs("/dev/shm")
-    size, free = blocks.f_blocks * blocks.f_frsize, blocks.f_bavail * blocks.f_frsize
+    size = blocks.f_blocks * blocks.f_frsize
+    free = blocks.f_bavail * blocks.f_frsize
     value = f"{gib(size)}, {gib(free)} free"
     if free >= MIN_SHARED_MEMORY:
         return Check(name="/dev/shm", value=value, status="ok")
@@ -120,6 +123,9 @@ def open_files() -> Check:
     value = f"{'no limit' if soft == unlimited else soft} per process"
     if soft == unlimited or soft >= MIN_OPEN_FILES:
         return Check(name="open files", value=value, status="ok")
-    possible = ENOUGH_OPEN_FILES if hard == unlimited else min(hard, ENOUGH_OPEN_FILES)
+    if hard == unlimited:
+        possible = ENOUGH_OPEN_FILES
+    else:
+        possible = min(hard, ENOUGH_OPEN_FILES)
     value += f", at most {'no limit' if hard == unlimited else hard}"
     return Check(name="open files", value=value, status="off", remedy=f"ulimit -n {possible}")

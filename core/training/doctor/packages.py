@@ -55,9 +55,13 @@ def required(name: str, minimum: str) -> Check:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        value = "not installed" if error.name == name else f"does not import: {error}"
+        if error.name == name:
+            value = "not installed"
+        else:
+            value = f"does not import: {error}"
         return Check(name=name, value=value, status="missing", remedy=remedy, required=True)
-    except Exception as error:  # a library that it needs is of another version
+    except Exception as error:
+        # a library that it needs is of another version
         value = f"does not import: {type(error).__name__}: {first_line(error)}"
         remedy = f"pip install --force-reinstall '{name}>={minimum}'"
         return Check(name=name, value=value, status="missing", remedy=remedy, required=True)

@@ -90,15 +90,15 @@ def _all_to_all(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
 
 def _send_recv(x: Tensor, group: Group) -> tuple[Tensor, Tensor]:
     # around a ring: to the next rank, from the previous one
-    destination, source = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    destination = (group.rank + 1) % group.size
+    source = (group.rank - 1) % group.size
     message = x + group.rank
 
     def receive() -> Tensor:
         return irecv(tuple(x.shape), x.dtype, source, group, device=x.device, header=False).wait()
 
-    if (
-        group.rank % 2
-    ):  # NCCL's messages between two ranks take turns: if all sent first, they would deadlock
+    # NCCL's messages between two ranks take turns: if all sent first, they would deadlock
+    if group.rank % 2:
         received = receive()
         isend(message, destination, group, header=False).wait()
         return received, x + source
@@ -125,6 +125,7 @@ def exercise(
 
     Collective: every rank of the group takes every outcome. After a wrong result all ranks still make the next call.
     """
+    # float32, and as many for every rank
     x = base(size // 4 // group.size * group.size, device)
     for name, call in COLLECTIVES.items():
         try:
@@ -175,6 +176,7 @@ class LocalWorld:
         """Fork them; they begin at once."""
         world = cls(time.monotonic() + deadline_s, tempfile.mkdtemp(prefix="paracore-report-"))
         for rank in range(ranks):
+            # a pipe per rank: its end tells that the process has ended, however it did
             read_end, write_end = os.pipe()
             with warnings.catch_warnings():
                 # Python warns of a fork beside threads: numpy's are idle, a fork does not harm them
@@ -235,6 +237,7 @@ def _parse(text: bytes | bytearray) -> list[SelftestOutcome]:
 def _add_ending(outcomes: list[SelftestOutcome], ending: str) -> list[SelftestOutcome]:
     """A process that died or was late failed in the collective after its last outcome."""
     done = {outcome.name for outcome in outcomes}
+    # outcomes come in the order of COLLECTIVES: the first that is missing was under way
     missing = [name for name in COLLECTIVES if name not in done]
     if not ending or not missing:
         return outcomes
@@ -263,12 +266,12 @@ def _run_rank(rank: int, ranks: int, directory: str, pipe: int) -> None:
         else:
             for outcome in exercise(group, torch.device("cpu")):
                 _write_outcome(pipe, outcome)
-            with suppress(
-                RuntimeError
-            ):  # a rank that left early would break a slower one's connection
+            # a rank that left early would break a slower one's connection
+            with suppress(RuntimeError):
                 barrier(group)
         code = 0
     finally:
+        # without the parent's exit handlers, which a fork would run twice
         os._exit(code)
 
 
@@ -280,10 +283,8 @@ def local_checks() -> list[Check]:
     """Run the self-test between forked processes of this machine."""
     try:
         outcomes_per_rank = LocalWorld.start().outcomes()
-    except (
-        OSError,
-        AttributeError,
-    ) as error:  # no more processes, no fork on this system, no room for a file
+    except (OSError, AttributeError) as error:
+        # no more processes, no fork on this system, no room for a file
         value = f"could not start processes: {error}"
         return [
             Check(

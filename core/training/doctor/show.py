@@ -66,9 +66,8 @@ def show(checks: Sequence[Check], seconds: float) -> None:
             console = Console(highlight=False)
             for text, status in rows:
                 coloured = Text(text)
-                end = (
-                    len(MARKS["missing"]) if status == "ok" else None
-                )  # of a good line the mark only
+                # of a good line the mark only
+                end = len(MARKS["missing"]) if status == "ok" else None
                 coloured.stylize(COLOURS[status], 0, end)
                 console.print(coloured, soft_wrap=True)
             return

@@ -5,8 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 440.0, 206.0
-LEFT, RIGHT, TOP, BOTTOM = 50.0, 430.0, 10.0, 168.0
+WIDTH = 440.0
+HEIGHT = 206.0
+LEFT = 50.0
+RIGHT = 430.0
+TOP = 10.0
+BOTTOM = 168.0
 # the page's and the picture's colours on paper; the dark ones stand in the page
 LIGHT = {
     "paper": "#f6f7f9",
@@ -23,12 +27,14 @@ LIGHT = {
     "odd": "#cf222e",
     "given": "#0a7d5a",
 }
-LEVEL_REACH = 0.35  # a level this far outside of the curve, as a part of its range, stretches the axis; not farther
+# a level this far outside of the curve, as a part of its range, stretches the axis; not farther
+LEVEL_REACH = 0.35
 POINTS = 800  # more are drawn as their mean and range
 BUCKETS = 400
 MARKERS = 200
 LARGEST = 1e100  # what is larger is drawn as not finite
-LOG_FROM = 50.0  # a range of more than this factor gets a logarithmic axis, where one is allowed
+# a range of more than this factor gets a logarithmic axis, where one is allowed
+LOG_FROM = 50.0
 
 
 Row = tuple[float, float, float, float]  # step, mean, least, most
@@ -85,7 +91,8 @@ class Axis:
 
     def at(self, value: float) -> float:
         """The pixel of a value; outside ones are at the edge."""
-        low, high = self.low, self.high
+        low = self.low
+        high = self.high
         if self.logarithmic:
             low, high, value = math.log(low), math.log(high), math.log(max(value, low))
         part = min(1.0, max(0.0, (value - low) / (high - low)))
@@ -102,14 +109,19 @@ class Axis:
                 return [10.0**power for power in powers[::every]]
         raw = (self.high - self.low) / count
         unit = 10.0 ** math.floor(math.log10(raw))
+        # 0.999, so that a range of exactly five steps has five ticks despite rounding
         step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        first = math.ceil(self.low / step - 1e-9)
+        last = math.floor(self.high / step + 1e-9)
         return [k * step for k in range(first, last + 1)]
 
 
 def value_axis(curve: Curve) -> Axis:
     """Of all that is drawn, with some air; a logarithmic one for wide ranges."""
-    points = [value for row in (curve.points or {}).values() for _, value in row]
+    points = []
+    for row in (curve.points or {}).values():
+        for _, value in row:
+            points.append(value)
     seen = [float(v) for v in (*curve.values, *points) if v is not None and finite(v)] or [0.0]
     low, high = min(seen), max(seen)
     # levels must not press the curve flat: those far away are told in the legend
@@ -117,16 +129,18 @@ def value_axis(curve: Curve) -> Axis:
     near = [
         v for v in (curve.levels or {}).values() if finite(v) and low - reach <= v <= high + reach
     ]
-    low, high = min([low, *near]), max([high, *near])
+    low = min([low, *near])
+    high = max([high, *near])
     if curve.logarithmic and low > 0 and high / low > LOG_FROM:
         return Axis(low / 1.3, high * 1.3, BOTTOM, TOP, True)
     if curve.zero:
         low = min(low, 0.0)
     if high - low <= 1e-9 * max(abs(low), abs(high)):
-        high, low = (
-            high + (abs(high) * 0.1 or 1.0),
-            low if curve.zero and low == 0 else low - (abs(low) * 0.1 or 1.0),
-        )
+        # a constant curve: an axis of some height around it
+        high = high + (abs(high) * 0.1 or 1.0)
+        if not (curve.zero and low == 0):
+            low = low - (abs(low) * 0.1 or 1.0)
+    # a curve along the frame could not be told from it
     air = 0.05 * (high - low)
     return Axis(low if curve.zero and low == 0 else low - air, high + air, BOTTOM, TOP)
 
@@ -144,18 +158,18 @@ def draw(curve: Curve, steps: Sequence[int]) -> str:
     box = f'viewBox="0 0 {WIDTH:g} {HEIGHT:g}"'
     parts = [
         f'<svg class="chart" {box} role="img" aria-label="{escape(curve.title)}" {facts}>',
-        *_grid(x, y),
-        *_levels(curve, y),
-        *_line(curve, steps, x, y),
-        *_points(curve, x, y),
-        *_markers(curve, steps, x),
+        *_grid_lines(x, y),
+        *_level_lines(curve, y),
+        *_curve_paths(curve, steps, x, y),
+        *_point_circles(curve, x, y),
+        *_marker_triangles(curve, steps, x),
         f'<line class="cursor" x1="0" x2="0" y1="{TOP:g}" y2="{BOTTOM:g}"/>',
         "</svg>",
     ]
     return "\n".join(parts)
 
 
-def _grid(x: Axis, y: Axis) -> Iterator[str]:
+def _grid_lines(x: Axis, y: Axis) -> Iterator[str]:
     for tick in y.ticks():
         at = y.at(tick)
         yield f'<line class="grid" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>'
@@ -164,12 +178,13 @@ def _grid(x: Axis, y: Axis) -> Iterator[str]:
     whole = [tick for tick in x.ticks(4) if tick == int(tick)]
     for tick in whole:
         place = x.at(tick)
-        anchor = "end" if place > RIGHT - 24 else "middle"  # a long number would leave the picture
+        # a long number would leave the picture
+        anchor = "end" if place > RIGHT - 24 else "middle"
         yield f'<text x="{place:.1f}" y="{BOTTOM + 17:g}" text-anchor="{anchor}">{int(tick):,}</text>'
     yield f'<line class="base" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{BOTTOM:g}" y2="{BOTTOM:g}"/>'
 
 
-def _levels(curve: Curve, y: Axis) -> Iterator[str]:
+def _level_lines(curve: Curve, y: Axis) -> Iterator[str]:
     for number, (name, value) in enumerate((curve.levels or {}).items()):
         if is_on(y, value):
             at = y.at(value)
@@ -186,27 +201,36 @@ def is_on(axis: Axis, value: float) -> bool:
 
 def legend(curve: Curve) -> list[tuple[str, str]]:
     """(name, value) of each level; of those that the axis leaves out, on which side they are."""
-    axis, rows = value_axis(curve), []
+    axis = value_axis(curve)
+    rows = []
     for name, value in (curve.levels or {}).items():
-        side = "" if is_on(axis, value) else " (above)" if value > axis.high else " (below)"
+        if is_on(axis, value):
+            side = ""
+        elif value > axis.high:
+            side = " (above)"
+        else:
+            side = " (below)"
         rows.append((name, f"{value:.3f}{side}"))
     return rows
 
 
-def _line(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]:
+def _curve_paths(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]:
     """One path per run without gaps; a lone point is a dot; very many points are their mean within their range."""
     if len(steps) <= POINTS:
         pairs = zip(steps, curve.values, strict=True)
-        rows: list[Row | None] = [
-            (s, v, v, v) if v is not None and finite(v) else None for s, v in pairs
-        ]
+        rows: list[Row | None] = []
+        for s, v in pairs:
+            if v is not None and finite(v):
+                rows.append((s, v, v, v))
+            else:
+                rows.append(None)
     else:
         rows = list(_buckets(curve, steps))
-        for run in _runs(rows):
+        for run in _runs_without_gaps(rows):
             above = [f"{x.at(s):.1f},{y.at(high):.1f}" for s, _, _, high in run]
             below = [f"{x.at(s):.1f},{y.at(low):.1f}" for s, _, low, _ in reversed(run)]
             yield f'<polygon class="band" points="{" ".join(above + below)}"/>'
-    for run in _runs(rows):
+    for run in _runs_without_gaps(rows):
         places = [f"{x.at(s):.1f},{y.at(mean):.1f}" for s, mean, _, _ in run]
         if len(places) == 1:
             across, down = places[0].split(",")
@@ -218,13 +242,14 @@ def _line(curve: Curve, steps: Sequence[int], x: Axis, y: Axis) -> Iterator[str]
 def _buckets(curve: Curve, steps: Sequence[int]) -> Iterator[Row | None]:
     count = len(steps)
     for bucket in range(BUCKETS):
+        # equal shares of the records, not of the steps: they may be logged at other intervals after a resume
         span = range(bucket * count // BUCKETS, (bucket + 1) * count // BUCKETS)
         seen = [float(v) for i in span if finite(v := curve.values[i]) and v is not None]
         middle = sum(steps[i] for i in span) / len(span)
         yield (middle, sum(seen) / len(seen), min(seen), max(seen)) if seen else None
 
 
-def _runs(rows: Sequence[Row | None]) -> Iterator[list[Row]]:
+def _runs_without_gaps(rows: Sequence[Row | None]) -> Iterator[list[Row]]:
     run: list[Row] = []
     for row in [*rows, None]:
         if row is not None:
@@ -234,7 +259,7 @@ def _runs(rows: Sequence[Row | None]) -> Iterator[list[Row]]:
             run = []
 
 
-def _points(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
+def _point_circles(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
     """Circles joined by a thin line; a ring around the lowest one of each name."""
     for number, (name, row) in enumerate((curve.points or {}).items()):
         known = [(step, value) for step, value in row if finite(value)]
@@ -253,7 +278,7 @@ def _points(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
             )
 
 
-def _markers(curve: Curve, steps: Sequence[int], x: Axis) -> Iterator[str]:
+def _marker_triangles(curve: Curve, steps: Sequence[int], x: Axis) -> Iterator[str]:
     """A triangle below each step that is not finite, or pointed out; of very many, some."""
     odd = {
         s: f"{v}"

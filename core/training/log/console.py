@@ -28,11 +28,11 @@ def errors_as_one_line() -> Iterator[None]:
     except KeyboardInterrupt:
         if rank == 0:
             say_mistake("interrupted")
+        # 128 + SIGINT, as shells have it
         raise SystemExit(130) from None
     except RuntimeError as error:
-        lost_connection = rank and "onnection" in str(
-            error
-        )  # another rank has left, and prints why
+        # another rank has left, and prints why
+        lost_connection = rank and "onnection" in str(error)
         if not lost_connection:
             show_crash(error)
             raise
@@ -90,12 +90,10 @@ class Console:
     def __init__(
         self, rank: int, total_steps: int, *, tokens_per_step: int = 0, start: int = 0
     ) -> None:
-        self.quiet, self.total, self.tokens, self.start = (
-            rank != 0,
-            total_steps,
-            tokens_per_step,
-            start,
-        )
+        self.quiet = rank != 0
+        self.total = total_steps
+        self.tokens = tokens_per_step
+        self.start = start
         self._progress: Any = None
         self._task: Any = None
 
@@ -152,9 +150,8 @@ class Console:
         if self._progress is None:
             return
         self._progress.update(self._task, completed=step, loss=loss)
-        steps_per_s = self._progress.tasks[
-            self._task
-        ].speed  # of the last half minute; None at first
+        # of the last half minute; None at first
+        steps_per_s = self._progress.tasks[self._task].speed
         if steps_per_s:
             self._progress.update(self._task, speed=f"{steps_per_s * self.tokens:,.0f} tokens/s |")
 

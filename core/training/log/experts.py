@@ -34,6 +34,7 @@ def expert_loads(stages: Iterable[GPTModel], ps: ParallelState) -> list[ExpertLo
     here = [load for loads in _loads(stages) for load in loads.of_layers()]
     group = ps.group("pp")
     if group is not None:
+        # each pipeline rank knows the layers of its own stages
         here = [load for loads in all_gather_objects(here, group) for load in loads]
     return sorted(here, key=lambda load: load.layer)
 

@@ -24,10 +24,14 @@ def run_facts(records: Sequence[StepRecord], layout: str, parameters: int) -> di
     if known and (tokens := known[-1].tokens_seen) is not None:
         facts["tokens seen"] = f"{tokens:,}"
     if len(known) > 1:
-        first, last = known[0].time, known[-1].time
+        first = known[0].time
+        last = known[-1].time
         assert first is not None and last is not None
         facts["duration"] = _duration(last - first)
-    return facts | {"command": command(sys.argv), "code": f"paracore {__version__}{_commit()}"}
+    return facts | {
+        "command": command(sys.argv),
+        "code": f"paracore {__version__}{_commit_of_clone()}",
+    }
 
 
 def command(words: Sequence[str]) -> str:
@@ -47,8 +51,9 @@ def _duration(seconds: float) -> str:
     return f"{rest} s"
 
 
-def _commit() -> str:
+def _commit_of_clone() -> str:
     """Of the clone that the package is in; empty for an installed one, or without git."""
+    # this file is core/training/log/facts.py of the clone
     folder = Path(__file__).resolve().parents[3]
     if not (folder / ".git").exists():
         return ""

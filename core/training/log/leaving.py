@@ -8,7 +8,8 @@ import threading
 import time
 import traceback
 
-_HEAD_START_S = 5.0  # the first rank ends first, and torchrun ends the others; on a busy machine that takes seconds
+# the first rank ends first, and torchrun ends the others; on a busy machine that takes seconds
+_HEAD_START_S = 5.0
 _LAST_CALLS = 3  # of a crash, below torchrun's lines
 
 
@@ -42,7 +43,8 @@ def say_to_reader(text: str) -> None:
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough; what is left is flushed at exit, to nowhere
+    except BrokenPipeError:
+        # `| head` has read enough; what is left is flushed at exit, to nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -51,7 +53,8 @@ def let_the_first_rank_end() -> None:
 
     It then ends with 0, or torchrun would list it among the failures, above the message of the first.
     """
-    if threading.current_thread() is threading.main_thread():  # Python allows handlers there only
+    # Python allows handlers there only
+    if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     time.sleep(_HEAD_START_S)
 

@@ -18,7 +18,8 @@ from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
 from core.testing import LiveBytes
 
-COLUMN_WIDTH, TITLE_WIDTH = 9, 14
+COLUMN_WIDTH = 9
+TITLE_WIDTH = 14
 COLUMNS = (
     "parameters",
     "gradients",
@@ -29,7 +30,8 @@ COLUMNS = (
     "host",
     "buffers",
 )
-PLACEHOLDER_BYTES = 8  # ZeRO-3 leaves a storage of at most so many bytes for a freed parameter
+# ZeRO-3 leaves a storage of at most so many bytes for a freed parameter
+PLACEHOLDER_BYTES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,9 @@ class MemoryReport:
     def __init__(
         self, stages: Modules, ps: ParallelState, *, say: Callable[[str], None] = print
     ) -> None:
-        self.stages, self.ps, self._say = stages, ps, say
+        self.stages = stages
+        self.ps = ps
+        self._say = say
         self.shard: DataParallel | None = None
         self.optimizer: ShardedOptimizer | None = None
         self.usages: dict[str, list[Usage]] = {}
@@ -74,10 +78,11 @@ class MemoryReport:
 
     def _tensors(self) -> dict[str, list[Tensor]]:
         """kind -> tensors, of which several may share a storage."""
-        modules = modules_of(self.stages).values()
-        weights: list[Tensor] = [
-            parameter for module in modules for parameter in module.parameters()
-        ]
+        weights: list[Tensor] = []
+        buffers: list[Tensor] = []
+        for module in modules_of(self.stages).values():
+            weights += module.parameters()
+            buffers += module.buffers()
         maybe_gradients: list[Tensor | None] = []
         for parameter in weights:
             maybe_gradients += [parameter.grad, getattr(parameter, "main_grad", None)]
@@ -88,14 +93,15 @@ class MemoryReport:
         ]
         if self.shard is not None:
             for flat_buffer in self.shard.buffers:
+                # views of one bucket share its storage, which is counted once
                 weights += flat_buffer.memory["weights"]
                 gradients += flat_buffer.memory["gradients"]
-        buffers = [buffer for module in modules for buffer in module.buffers()]
         return {"parameters": weights, "gradients": gradients, "buffers": buffers}
 
     def local_usage(self, activations: int = 0) -> Usage:
         """This rank's bytes at this moment; nothing is communicated."""
-        counted: set[int] = set()  # storages: one that two kinds share belongs to the first
+        # storages: one that two kinds share belongs to the first
+        counted: set[int] = set()
         sizes = {
             kind: _uncounted_bytes(tensors, counted) for kind, tensors in self._tensors().items()
         }
@@ -113,7 +119,7 @@ class MemoryReport:
         if not self.usages:
             self._say(self._line("MiB per rank", {name: name for name in self._columns}))
         self.usages[point] = usages
-        self._say(self._line(point, {name: _range(usages, name) for name in self._columns}))
+        self._say(self._line(point, {name: _range_in_mib(usages, name) for name in self._columns}))
         return usages
 
     @property
@@ -151,7 +157,8 @@ class MemoryReport:
             )
             usages.append(usage)
         cells = {
-            name: _range(usages, name) for name in ("parameters", "gradients", "optimizer", "host")
+            name: _range_in_mib(usages, name)
+            for name in ("parameters", "gradients", "optimizer", "host")
         }
         self._say(self._line("predicted", cells))
         return per_rank
@@ -171,9 +178,8 @@ class MemoryReport:
             del executor.step  # only the first step is watched
             after_forward: list[Usage] = []
             batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            probe = LiveBytes(
-                *self._counted_tensors(), *batch
-            )  # what exists already is no activation
+            # what exists already is no activation
+            probe = LiveBytes(*self._counted_tensors(), *batch)
 
             def forward_done(module: nn.Module, inputs: Any, output: Any) -> None:
                 if not after_forward and torch.is_grad_enabled():
@@ -202,16 +208,15 @@ def expected_of(
 ) -> StateBytes:
     """`expected_bytes` of every bucket, and of parameters that do not train."""
     config = optimizer.config
-    parameters = [
-        parameter
-        for module in modules_of(shard.module).values()
-        for parameter in module.parameters()
-    ]
+    parameters: list[Tensor] = []
+    for module in modules_of(shard.module).values():
+        parameters += module.parameters()
     frozen = [parameter.detach() for parameter in parameters if not parameter.requires_grad]
     total = StateBytes(weights=_uncounted_bytes(frozen, set()))
     for buffer in shard.buffers:
         moments = set()  # of all parameters in the bucket
         for segment in buffer.segments:
+            # a bucket has memory for every kind of state that one of its parameters needs
             moments |= set(optimizer.states_of(segment.name, layout_of(segment.parameter)))
         total += expected_bytes(
             buffer.bucket.size,
@@ -230,9 +235,8 @@ def _uncounted_bytes(tensors: Iterable[Tensor], counted: set[int]) -> int:
     """Bytes of the storages that are not `counted` yet, which are added to it."""
     total = 0
     for tensor in tensors:
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # otherwise ZeRO-3 would gather a freed parameter
+        # otherwise ZeRO-3 would gather a freed parameter
+        with torch._C.DisableTorchFunctionSubclass():
             storage = tensor.untyped_storage()
         if storage._cdata in counted or storage.device.type == "meta":
             continue
@@ -257,12 +261,13 @@ def _short(mib: float) -> str:
     return f"{mib:.0f}"
 
 
-def _range(usages: list[Usage], name: str) -> str:
+def _range_in_mib(usages: list[Usage], name: str) -> str:
     """`smallest-largest` in MiB, one number if both look alike."""
     values = [asdict(usage)[name] for usage in usages]
     if not any(values):
         return "0"
-    low, high = _short(min(values) / 2**20), _short(max(values) / 2**20)
+    low = _short(min(values) / 2**20)
+    high = _short(max(values) / 2**20)
     if low == high:
         return low
     return f"{low}-{high}"

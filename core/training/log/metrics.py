@@ -57,7 +57,8 @@ def flops_per_token(
     layers, output = multiplications_per_token(config, vocab_size, sequence_length)
     if adapters is None:
         return 6 * (sum(layers) + output)
-    scores, _ = multiplications_per_token(config, 0, 0)  # without attention's products
+    # without attention's products
+    scores, _ = multiplications_per_token(config, 0, 0)
     matrices = sum(scores) + output
     return 6 * (sum(layers) + output + adapters) - 2 * matrices
 
@@ -79,9 +80,8 @@ def peak_flops(
         name = device_name(device)
         is_slice = "MIG" in name  # a part of a device
         for model, peak in PEAK_FLOPS.items():
-            if (
-                re.search(rf"\b{re.escape(model)}\b", name) and not is_slice
-            ):  # whole words: an A1000 is no A100
+            # whole words: an A1000 is no A100
+            if re.search(rf"\b{re.escape(model)}\b", name) and not is_slice:
                 return peak
     return _measure_matmul(device, dtype)
 
@@ -113,7 +113,8 @@ def _measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
     size = 512 if device.type == "cpu" else 4096
     a, b = torch.ones(2, size, size, device=device, dtype=dtype)
     out = a @ b  # warm-up: the first product loads libraries
-    shortest, end = math.inf, time.perf_counter() + _MEASUREMENT_S
+    shortest = math.inf
+    end = time.perf_counter() + _MEASUREMENT_S
     while shortest == math.inf or time.perf_counter() < end:
         _wait(device)
         begin = time.perf_counter()
@@ -133,15 +134,13 @@ def memory_mib(device: torch.device) -> float:
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    units_per_mib = 2**20 if sys.platform == "darwin" else 2**10  # bytes there, KiB on Linux
+    # bytes there, KiB on Linux
+    units_per_mib = 2**20 if sys.platform == "darwin" else 2**10
     return peak / units_per_mib
 
 
-OF_ALL_LAYERS = (
-    "expert_load",
-    "aux_loss",
-    "z_loss",
-)  # what a record says of its layers' experts in one number
+# what a record says of its layers' experts in one number
+OF_ALL_LAYERS = ("expert_load", "aux_loss", "z_loss")
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -156,9 +155,12 @@ def _json_numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 def _expert_load(row: dict[str, Any]) -> ExpertLoad:
     known = {field.name for field in fields(ExpertLoad)}
-    numbers: dict[str, Any] = {
-        name: float(value) if isinstance(value, str) else value for name, value in row.items()
-    }
+    numbers: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, str):
+            numbers[name] = float(value)
+        else:
+            numbers[name] = value
     return ExpertLoad(**{name: value for name, value in numbers.items() if name in known})
 
 
@@ -321,6 +323,7 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
     for row in json_rows(path):
         try:
             records.append(StepRecord.from_json(row))
-        except (ValueError, TypeError):  # a validation, or a row of another version
+        except (ValueError, TypeError):
+            # a validation, or a row of another version
             continue
     return records

@@ -32,12 +32,13 @@ class Sample:
     @classmethod
     def of(cls, tokenizer: AnyTokenizer, prompt: Sequence[int], tokens: Sequence[int]) -> "Sample":
         """tokens: the prompt, and what was generated."""
-        begins, whole = tokenizer.decode(list(prompt)), tokenizer.decode(list(tokens))
+        begins = tokenizer.decode(list(prompt))
+        whole = tokenizer.decode(list(tokens))
+        # decoded together, since a tokenizer may put spaces between tokens
         if whole.startswith(begins):
             return cls(begins, whole[len(begins) :])
-        return cls(
-            begins, tokenizer.decode(list(tokens[len(prompt) :]))
-        )  # a character of two tokens between them
+        # a character of two tokens between them
+        return cls(begins, tokenizer.decode(list(tokens[len(prompt) :])))
 
 
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
@@ -72,10 +73,10 @@ def write_page(
         "title": title,
         "records": columns(records),
         "validations": [record.to_json() for record in validations],
-        "run": _plain(run),
-        "origin": _plain(origin),
-        "environment": _plain(environment or {}),
-        "baselines": _plain(baselines or {}),
+        "run": _as_json_value(run),
+        "origin": _as_json_value(origin),
+        "environment": _as_json_value(environment or {}),
+        "baselines": _as_json_value(baselines or {}),
         "bytes_per_token": json_number(float(bytes_per_token)),
         "timelines": {
             name: _timeline_rows(timeline) for name, timeline in (timelines or {}).items()
@@ -89,14 +90,14 @@ def write_page(
         title=title,
         data=embedded(data),
         charts=charts,
-        about=_about(records),
-        tiles=list(_tiles(records, validations, bytes_per_token)),
+        about=_about_run(records),
+        tiles=list(_figure_tiles(records, validations, bytes_per_token)),
         facts=facts or {},
         drawings=[(curve, legend(curve), draw(curve, steps)) for curve in drawn],
-        timelines=[_drawn(name, timeline) for name, timeline in (timelines or {}).items()],
+        timelines=[_drawn_timeline(name, timeline) for name, timeline in (timelines or {}).items()],
         sample=sample,
         parts=_settings_by_part(run, origin or {}),
-        changed=_changed(run, origin or {}),
+        changed=_changed_settings(run, origin or {}),
         origins_known=bool(origin),
         environment={name: _in_words(value) for name, value in (environment or {}).items()},
     )
@@ -107,6 +108,7 @@ def _replace(target: Path, text: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
+    # a browser that reloads meanwhile sees the old page or the new one
     os.replace(temporary, target)
 
 
@@ -118,7 +120,8 @@ def columns(records: Sequence[StepRecord]) -> dict[str, list[Any]]:
 
 
 def _render(**values: Any) -> str:
-    import jinja2  # torch has it installed; a run without a page does not import it
+    # torch has it installed; a run without a page does not import it
+    import jinja2
 
     environment = jinja2.Environment(
         autoescape=True,
@@ -136,12 +139,12 @@ def embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _plain(value: Any) -> Any:
+def _as_json_value(value: Any) -> Any:
     """What JSON can hold; everything else as text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _as_json_value(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
+        return [_as_json_value(inner) for inner in value]
     if value is None or isinstance(value, bool | int | float | str):
         return json_number(value)
     return str(value)
@@ -155,16 +158,17 @@ def _timeline_rows(timeline: Timeline) -> list[list[list[Any]]]:
 # above the fold
 
 
-def _about(records: Sequence[StepRecord]) -> str:
+def _about_run(records: Sequence[StepRecord]) -> str:
     if not records:
         return "No step was logged."
-    first, last = records[0].step, records[-1].step
+    first = records[0].step
+    last = records[-1].step
     if len(records) == 1:
         return f"1 record, of step {last:,}."
     return f"{len(records):,} records, steps {first:,} to {last:,}."
 
 
-def _tiles(
+def _figure_tiles(
     records: Sequence[StepRecord], validations: Sequence[ValidationRecord], bytes_per_token: float
 ) -> Iterator[dict[str, str]]:
     """The figures above the curves: name, value, unit."""
@@ -177,7 +181,8 @@ def _tiles(
 
     if not records:
         return
-    last, bits = records[-1], _bits(bytes_per_token)
+    last = records[-1]
+    bits = _bits_factor(bytes_per_token)
     for name in dict.fromkeys(record.name for record in validations):
         best = best_of(validations, name)
         assert best is not None
@@ -191,6 +196,7 @@ def _tiles(
     yield tile("training loss", f"{last.loss:.4f}", f"nats per token{more}")
     yield tile("last gradient norm", f"{last.grad_norm:.3g}", "before clipping")
     if rates := known("tokens_per_s"):
+        # the median: first steps compile or load, and others wait for a save
         yield tile("throughput", short(rates[len(rates) // 2]), "tokens/s, median")
     if utilization := known("mfu"):
         yield tile("MFU", f"{utilization[len(utilization) // 2]:.1%}", "median")
@@ -201,7 +207,7 @@ def _tiles(
     yield tile("skipped steps", f"{sum(record.skipped for record in records):,}", told)
 
 
-def _bits(bytes_per_token: float) -> float | None:
+def _bits_factor(bytes_per_token: float) -> float | None:
     """What a loss in nats per token is multiplied by to be bits per byte."""
     known = math.isfinite(bytes_per_token) and bytes_per_token > 0
     if known:
@@ -221,8 +227,9 @@ def curves(
     """What is drawn, without what no record knows."""
     if not records:
         return
-    scale = _bits(bytes_per_token)
+    scale = _bits_factor(bytes_per_token)
     skipped = [record.step for record in records if record.skipped]
+    # bits per byte compare tokenizers; nats per token do not
     factor, unit = (1.0, "nats per token") if scale is None else (scale, "bits per byte")
     loss = [record.loss * factor for record in records]
     levels = dict(baselines) if scale is not None else {}
@@ -266,7 +273,7 @@ def curves(
 # below the curves
 
 
-def _drawn(name: str, timeline: Timeline) -> str:
+def _drawn_timeline(name: str, timeline: Timeline) -> str:
     """The drawing of a step whose times are seconds, in milliseconds."""
     rows = tuple(
         tuple(Event(e.action, 1e3 * e.start, 1e3 * e.end) for e in row) for row in timeline.rows
@@ -286,7 +293,7 @@ def _settings_by_part(
     return parts
 
 
-def _changed(run: Mapping[str, Any], origin: Mapping[str, str]) -> list[dict[str, str]]:
+def _changed_settings(run: Mapping[str, Any], origin: Mapping[str, str]) -> list[dict[str, str]]:
     """The settings that are not from a default."""
     names = [name for name in run if origin.get(name, "default") != "default"]
     return [

@@ -75,7 +75,8 @@ def _draw_curve(axes: Any, curve: Curve, steps: Sequence[int]) -> None:
     for number, (name, row) in enumerate((curve.points or {}).items()):
         known = [point for point in row if finite(point[1])]
         if known:
-            colour, label = LIGHT[f"l{(number + 2) % 4}"], f"{name} {known[-1][1]:.3f}"
+            colour = LIGHT[f"l{(number + 2) % 4}"]
+            label = f"{name} {known[-1][1]:.3f}"
             axes.plot(
                 *zip(*known, strict=True),
                 label=label,
@@ -85,6 +86,7 @@ def _draw_curve(axes: Any, curve: Curve, steps: Sequence[int]) -> None:
                 linewidth=0.8,
             )
             axes.plot(
+                # a ring around the best
                 *min(known, key=lambda point: point[1]),
                 color=colour,
                 marker="o",
@@ -123,12 +125,14 @@ def _draw_timeline(axes: Any, title: str, timeline: Timeline) -> None:
     axes.set_yticks(
         range(len(timeline.rows)), [f"rank {rank}" for rank in range(len(timeline.rows))]
     )
+    # rank 0 on top, as in every drawing of a schedule
     axes.invert_yaxis()
     axes.set_xlim(0, 1e3 * timeline.makespan)
     axes.set_title(headline(title, timeline), fontsize=10, loc="left", color=LIGHT["ink"])
     handles = []
     for kind, meaning in MEANING.items():
         if kind in colour_of_kind:
+            # a bar without extent, only for its entry in the legend
             handles.append(axes.barh(0, 0, color=colour_of_kind[kind], label=meaning))
     axes.legend(
         handles=handles,

@@ -30,8 +30,11 @@ class StepProfiler(AbstractContextManager):
                 f"profile_nvtx needs CUDA, this rank's device is {ps.device.type}; leave it out for traces in files"
             )
         self._start, self._stop = config.profiled_steps or (0, 0)
-        self._nvtx, self._directory = config.profile_nvtx, Path(config.output) / "profile"
-        self._ps, self._say, self._profiler = ps, say, None
+        self._nvtx = config.profile_nvtx
+        self._directory = Path(config.output) / "profile"
+        self._ps = ps
+        self._say = say
+        self._profiler = None
 
     _profiler: Any
 
@@ -52,10 +55,12 @@ class StepProfiler(AbstractContextManager):
             self._profiler.__enter__()
 
     def _end(self) -> None:
-        profiler, self._profiler = self._profiler, None
+        profiler = self._profiler
+        self._profiler = None
         if profiler is None:
             return
         if self._ps.device.type != "cpu":
+            # kernels that were started in the last step belong to the profile
             torch.accelerator.synchronize(self._ps.device)
         profiler.__exit__(None, None, None)
         if self._nvtx:

@@ -93,7 +93,8 @@ def _open_requested(
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ValueError:  # a module without a spec, or None in its place
+    except ValueError:
+        # a module without a spec, or None in its place
         return False
 
 

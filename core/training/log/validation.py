@@ -8,12 +8,10 @@ from typing import Any
 
 from core.training.log.json_rows import json_number, json_rows
 
-MAIN = "validation"  # the name of the text that `data.valid` or `data.split` gives
-_OF_THE_ROW = (
-    "step",
-    "time",
-    "tokens_seen",
-)  # the other names stand behind validation_, apart from those of steps
+# the name of the text that `data.valid` or `data.split` gives
+MAIN = "validation"
+# the other names stand behind validation_, apart from those of steps
+_OF_THE_ROW = ("step", "time", "tokens_seen")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,10 @@ class ValidationRecord:
         """The inverse. Raises KeyError, TypeError, ValueError: a row of something else."""
         values: dict[str, Any] = {"name": row["validation"]}
         for field in fields(cls):
-            key = field.name if field.name in _OF_THE_ROW else f"validation_{field.name}"
+            if field.name in _OF_THE_ROW:
+                key = field.name
+            else:
+                key = f"validation_{field.name}"
             if key in row:
                 value = row[key]
                 values[field.name] = float(value) if isinstance(value, str) else value
@@ -104,5 +105,6 @@ def _read(path: str | Path) -> Iterator[ValidationRecord]:
     for row in json_rows(path):
         try:
             yield ValidationRecord.from_json(row)
-        except (ValueError, TypeError, KeyError):  # a step, or a row of another version
+        except (ValueError, TypeError, KeyError):
+            # a step, or a row of another version
             continue

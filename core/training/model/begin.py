@@ -92,11 +92,10 @@ def _whole_stages(
     may_be_on_meta: bool,
 ) -> Mapping[int, nn.Module]:
     """Without adapters."""
-    weights, folder, length = (
-        run.checkpoint.weights,
-        run.model.huggingface,
-        run.data.sequence_length,
-    )
+    weights = run.checkpoint.weights
+    folder = run.model.huggingface
+    length = run.data.sequence_length
+    # weights that something else fills are not read from the folder first
     if run.model.build is not None or folder is None or weights is not None or resumes:
         stages: Mapping[int, nn.Module]
         if run.model.build is not None:
@@ -116,7 +115,8 @@ def _whole_stages(
 def _stages_of_folder(
     run: RunConfig, folder: str, tokens: int, ps: ParallelState
 ) -> dict[int, GPTModel]:
-    with torch.device("meta"):  # no rank ever holds more than its own part
+    # no rank ever holds more than its own part
+    with torch.device("meta"):
         stages = build_stages(run.model, run.pipeline, tokens, run.data.sequence_length, ps)
     materialize(stages, ps.device)
     for stage in stages.values():
@@ -137,6 +137,7 @@ def leave_undrawn(stages: Mapping[int, GPTModel], device: torch.device, *, on_me
         for name, p in named_parameters(stages)
         if (init := getattr(p, "initial", None)) is not None
     }
+    # a standard deviation of 0: filled, not drawn
     _set_initial(stages, dict.fromkeys(drawn, Init(mean=nan)))
     for stage in stages.values():
         stage.awaits_checkpoint = True
@@ -154,7 +155,9 @@ def _set_initial(stages: Mapping[int, GPTModel], initial: Mapping[str, Init]) ->
 
 def materialize(stages: Mapping[int, GPTModel], device: torch.device) -> None:
     """Give stages on meta their memory; ends that shared a table share it again."""
-    first, last = stages[min(stages)], stages[max(stages)]
+    first = stages[min(stages)]
+    last = stages[max(stages)]
+    # to_empty gives each parameter memory of its own, which separates a table that both ends share
     ends = first.pre_process and last.post_process and first is not last and first.tied
     shared = (
         ends and first.embedding.word_embeddings.weight is last.embedding.word_embeddings.weight

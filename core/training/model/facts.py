@@ -94,7 +94,9 @@ def given(values: Mapping[str, Any]) -> list[str]:
 
 def rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     """(holds, message) of the fields of a model among each other; nothing is read from disk."""
-    preset, folder, build = values["preset"], values["huggingface"], values["build"]
+    preset = values["preset"]
+    folder = values["huggingface"]
+    build = values["build"]
     close = get_close_matches(str(preset), gpt.PRESETS, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     yield (
@@ -126,7 +128,8 @@ def rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def _style_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    style, preset = values["style"], gpt.PRESETS.get(values["preset"])
+    style = values["style"]
+    preset = gpt.PRESETS.get(values["preset"])
     yield style in (None, *gpt.STYLES), f"unknown style {style!r}; known: {', '.join(gpt.STYLES)}"
     yield (
         style is None or preset is None or style == preset.style,
@@ -136,7 +139,8 @@ def _style_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
 
 
 def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
-    kind, positions = values["position_embedding_type"], values["max_position_embeddings"]
+    kind = values["position_embedding_type"]
+    positions = values["max_position_embeddings"]
     yield (
         kind in (None, *POSITIONS),
         f"unknown position_embedding_type {kind!r}; known: {', '.join(POSITIONS)}",
@@ -178,6 +182,7 @@ def _position_rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
                 False,
                 f"rotary_scaling={dict(scaling)}: {str(error).removeprefix('RotaryScaling: ')}",
             )
+    # `position_type` looks a style up; an unknown one has been told above
     known_style = values["style"] in (None, *gpt.STYLES) and values["preset"] in (
         None,
         *gpt.PRESETS,
@@ -200,14 +205,14 @@ def _is_window(text: str) -> bool:
     return text == "None" or (text.isdecimal() and int(text) >= 1)
 
 
-def _style(values: Mapping[str, Any]) -> str:
+def _style_of(values: Mapping[str, Any]) -> str:
     preset = gpt.PRESETS.get(values["preset"])
     return str(values["style"] or (preset.style if preset else DEFAULTS["style"]))
 
 
 def position_type(values: Mapping[str, Any]) -> str:
     """How tokens know their positions: as given, or as the style has it."""
-    return str(values["position_embedding_type"] or _STYLE_POSITIONS[_style(values)])
+    return str(values["position_embedding_type"] or _STYLE_POSITIONS[_style_of(values)])
 
 
 def scaling_of(table: Mapping[str, Any]) -> RotaryScaling:
@@ -215,6 +220,7 @@ def scaling_of(table: Mapping[str, Any]) -> RotaryScaling:
     arguments = dict(table)
     original = arguments.get("original_max_position_embeddings")
     if isinstance(original, float):
+        # numbers of a table are read as floats
         arguments["original_max_position_embeddings"] = int(original)
     return RotaryScaling(**arguments)
 
@@ -224,7 +230,8 @@ def plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
     What is given goes before the preset, the preset before the style, the style before a small Llama.
     """
-    preset, style = gpt.PRESETS.get(values["preset"]), _style(values)
+    preset = gpt.PRESETS.get(values["preset"])
+    style = _style_of(values)
     facts = dict(DEFAULTS) | {"normalization": "LayerNorm"} | dict(gpt.STYLES[style])
     # a style's dropout is its publication's; a run's is 0 unless somebody asks for it
     facts |= {"style": style, "hidden_dropout": None, "attention_dropout": None}
@@ -247,19 +254,19 @@ def of_preset(name: str, preset: str | None) -> bool:
 def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
     """The facts of a Hugging Face model under the same names."""
     facts = {name: value for name, value in vars(model.config).items() if name in DEFAULTS}
-    spec, scaling = model.transformer_layer_spec, model.config.rotary_scaling
-    kind = (
-        "rope"
-        if spec.rotary is not None
-        else "learned_absolute"
-        if spec.positions is not None
-        else "none"
-    )
+    spec = model.transformer_layer_spec
+    scaling = model.config.rotary_scaling
+    if spec.rotary is not None:
+        kind = "rope"
+    elif spec.positions is not None:
+        kind = "learned_absolute"
+    else:
+        kind = "none"
     windows = model.config.windows or ()
     return facts | {
         "rotary_scaling": asdict(scaling) if scaling is not None else {},
         "windows": tuple(str(window) for window in windows),
-        "moe_layer_freq": _said(model.config.moe_layer_freq),
+        "moe_layer_freq": _frequency_texts(model.config.moe_layer_freq),
         "position_embedding_type": kind,
         "max_position_embeddings": model.max_sequence_length,
         "vocab_size": model.vocab_size,
@@ -273,7 +280,7 @@ def transformer_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     table = facts["rotary_scaling"]
     typed = {
         "rotary_scaling": scaling_of(table) if table and table["kind"] != "none" else None,
-        "windows": _windows(values["windows"], facts["num_layers"]),
+        "windows": _windows_of_layers(values["windows"], facts["num_layers"]),
         "moe_layer_freq": _layer_frequency(values["moe_layer_freq"]),
         "use_cpu_initialization": values["use_cpu_initialization"],
     }
@@ -281,7 +288,7 @@ def transformer_arguments(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in (facts | typed).items() if name in known}
 
 
-def _said(frequency: int | tuple[int, ...]) -> tuple[str, ...]:
+def _frequency_texts(frequency: int | tuple[int, ...]) -> tuple[str, ...]:
     if isinstance(frequency, tuple):
         return tuple(map(str, frequency))
     return (str(frequency),)
@@ -297,7 +304,7 @@ def _layer_frequency(given: tuple[str, ...]) -> int | tuple[int, ...]:
     return 1
 
 
-def _windows(pattern: tuple[str, ...], num_layers: int) -> tuple[int | None, ...] | None:
+def _windows_of_layers(pattern: tuple[str, ...], num_layers: int) -> tuple[int | None, ...] | None:
     """The pattern, repeated over the layers."""
     if not pattern:
         return None

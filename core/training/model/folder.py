@@ -49,7 +49,8 @@ def text_rules(
     )
     path = own or tokenizer
     if path is None or not Path(path).is_file() or not train or not same:
-        return  # told elsewhere, or the text's own tokenizer: looked at when the text is opened
+        # told elsewhere, or the text's own tokenizer: looked at when the text is opened
+        return
     try:
         # text becomes a token file of this tokenizer when the run starts
         prefixes = [
@@ -57,6 +58,7 @@ def text_rules(
         ]
         files = [TokenFile(prefix) for prefix in prefixes]
         card = files[0].card if files else None
+        # with the end of text that the text was prepared with
         made = load_tokenizer(path, card.end_of_text if card is not None else None)
         model.vocabulary(made.vocab_size)
     except (ValueError, OSError) as error:
@@ -83,6 +85,7 @@ def weight_rules(model: ModelConfig, sequence_length: int) -> Iterator[tuple[boo
         arguments = model.arguments(1, sequence_length)
         with torch.device("meta"):  # names and shapes
             whole = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0)
+        # names and shapes are compared there; no weight is read
         open_weights(whole, Folder(model.huggingface))
     except (ValueError, ImportError) as error:
         prefix = f"model.huggingface={model.huggingface}: "

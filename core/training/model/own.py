@@ -20,7 +20,8 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
 
     Raises ValueError: what it returned is no module, or not the stages of this rank.
     """
-    name, ranks = str(run.model.build), ps.size("pp")
+    name = str(run.model.build)
+    ranks = ps.size("pp")
     with seeded(torch.device("cpu"), run.model.seed):
         made = function_of(name)(run, run.model.vocabulary(tokens), ps)
     modules = dict(made) if isinstance(made, Mapping) else {0: made}
@@ -36,6 +37,7 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
             f"{expected} under schedule={run.pipeline.schedule}; return {{stage: nn.Module}} of these"
         )
     for module in modules.values():
-        if not isinstance(module, GPTModel):  # a GPTModel was built in its dtype, on its device
+        # a GPTModel was built in its dtype, on its device
+        if not isinstance(module, GPTModel):
             module.to(ps.device, run.model.dtype)
     return modules

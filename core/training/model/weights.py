@@ -17,7 +17,8 @@ from core.training.model.config import ModelConfig
 
 _GROUP = "model/"
 _POSITIONS = "embedding.position_embeddings.weight"
-_TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_TABLE = "embedding.word_embeddings.weight"
+_HEAD = "output_layer.weight"
 _SHOWN = 8
 
 
@@ -25,7 +26,8 @@ def model_settings(url: str) -> dict[str, Any]:
     """`model.*` of the run that saved a checkpoint, by flat name; none where it cannot be read, or says nothing."""
     try:
         settings: Any = open_stored(url).run.get("settings", {})
-    except (OSError, ValueError):  # the rules of `checkpoint.weights` tell
+    except (OSError, ValueError):
+        # the rules of `checkpoint.weights` tell
         return {}
     return {
         name: value
@@ -54,16 +56,13 @@ def load_weights(
     arrays = sum(key.startswith(_GROUP) for key in stored[0])
     positions = stored[0].get(_GROUP + _POSITIONS)
     table = dict(stages[min(stages)].named_parameters()).get(_POSITIONS)
-    grown = (
-        table
-        if grows
-        and positions is not None
-        and table is not None
-        and _grows(positions.shape, table.shape)
-        else None
-    )
+    grown = None
+    if positions is not None and table is not None and _has_more_rows(positions.shape, table.shape):
+        grown = table if grows else None
     if grown is not None:
+        # filled by hand, in its first rows: `load` takes equal shapes only
         state.pop(_POSITIONS)
+    # on all ranks, those without the table too: otherwise they would wait in the load for one that failed here
     agree(problem_of(lambda: _fill_rows(grown, positions)), ps)
     if grown is not None and positions is not None:
         say(
@@ -74,15 +73,19 @@ def load_weights(
     if problems:
         raise ValueError(_refusal(url, problems, arrays))
     say(f"weights of {url}: {arrays} arrays")
-    said: Any = open_stored(url).run.get("model")
+    saved_model: Any = open_stored(url).run.get("model")
     gpt = next((stage for stage in stages.values() if isinstance(stage, GPTModel)), None)
-    if said is not None and gpt is not None and (changed := differences(said, description(gpt))):
+    if (
+        saved_model is not None
+        and gpt is not None
+        and (changed := differences(saved_model, description(gpt)))
+    ):
         say(
             f"warning: {url} is of a model with {', '.join(changed)}: what it learned may not serve this one"
         )
 
 
-def _grows(stored: Sequence[int], here: Sequence[int]) -> bool:
+def _has_more_rows(stored: Sequence[int], here: Sequence[int]) -> bool:
     return stored[0] < here[0] and tuple(stored[1:]) == tuple(here[1:])
 
 
@@ -94,21 +97,25 @@ def _fill_rows(table: Tensor | None, positions: LazyTensor | None) -> None:
 
 def _of_report(report: Report) -> list[str]:
     grown = _GROUP + _POSITIONS
-    problems = [f"{_name(key)} is not there" for key in report.missing]
+    problems = [f"{_name_in_model(key)} is not there" for key in report.missing]
     problems += [
-        f"{_name(key)} is there, and nothing here takes it"
+        f"{_name_in_model(key)} is there, and nothing here takes it"
         for key in report.unexpected
         if key != grown
     ]
-    return problems + [f"{_name(key)}: {reason}" for key, reason in report.mismatched.items()]
+    return problems + [
+        f"{_name_in_model(key)}: {reason}" for key, reason in report.mismatched.items()
+    ]
 
 
-def _name(key: str) -> str:
+def _name_in_model(key: str) -> str:
     return key.removeprefix(_GROUP)
 
 
 def _refusal(url: str, problems: list[str], arrays: int) -> str:
-    more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+    more = ""
+    if len(problems) > _SHOWN:
+        more = f"; and {len(problems) - _SHOWN} more"
     fitting = max(0, arrays - len(problems))
     return (
         f"checkpoint.weights={url} is of another model, {fitting} of its {arrays} arrays fit: "
@@ -143,6 +150,7 @@ def weights_rules(
         return
     with torch.device("meta"):  # names and shapes
         whole = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0)
+    # as a checkpoint would name them: padding and splits play no part
     expected = {shard.key: shard.info.shape for shard in whole.sharded_state_dict().values()}
     if "lora" in open_stored(url).run:
         yield (
@@ -160,16 +168,16 @@ def _differences(
 ) -> Iterator[str]:
     """A line per array that is on one side only, or of two shapes."""
     for key, shape in expected.items():
-        name = _name(key)
+        name = _name_in_model(key)
         if key not in stored:
             yield f"{name} is not there"
             continue
         theirs = tuple(stored[key].shape)
-        if theirs == shape or (name == _POSITIONS and _grows(theirs, shape)):
+        if theirs == shape or (name == _POSITIONS and _has_more_rows(theirs, shape)):
             continue
         if name == _POSITIONS and theirs[0] > shape[0]:
             yield f"{name} is {theirs} there and {shape} here; give model.max_position_embeddings={theirs[0]}"
         elif compares_vocabulary or theirs[1:] != shape[1:] or name not in (_TABLE, _HEAD):
             yield f"{name} is {theirs} there and {shape} here"
     for key in sorted(stored.keys() - expected.keys()):
-        yield f"{_name(key)} is there, and nothing here takes it"
+        yield f"{_name_in_model(key)} is there, and nothing here takes it"

@@ -36,15 +36,17 @@ class BatchPlan:
     @cached_property
     def phases(self) -> tuple[BatchPhase, ...]:
         """In the order of their steps; the last one has no end."""
-        found, step, row = list[BatchPhase](), self.start_step, self.start_row
+        found = list[BatchPhase]()
+        step = self.start_step
+        row = self.start_row
         for end, size in self._sizes():
             if row >= end:
                 continue
             found.append(BatchPhase(step, row, size))
-            steps = -(
-                -(end - row) // size
-            )  # the step in which the size grows is still of the smaller one
-            step, row = step + steps, row + steps * size
+            # the step in which the size grows is still of the smaller one
+            steps = -(-(end - row) // size)
+            step = step + steps
+            row = row + steps * size
         return (*found, BatchPhase(step, row, self.global_batch_size))
 
     def _sizes(self) -> list[tuple[int, int]]:
@@ -52,6 +54,7 @@ class BatchPlan:
         if self.ramp is None:
             return []
         first, increment, rows = self.ramp
+        # as Megatron: each size lasts for an equal share of the rows
         increments = -(-(self.global_batch_size - first) // increment)
         return [(rows * (i + 1) // increments, first + i * increment) for i in range(increments)]
 
@@ -97,12 +100,15 @@ class PlannedBatches:
     """A source's batches as the plan of the moment has them; `plan()` may change when a checkpoint is loaded."""
 
     def __init__(self, source: BatchSource, plan: Callable[[], BatchPlan]) -> None:
-        self.source, self._plan = source, plan
+        self.source = source
+        self._plan = plan
 
     def batch(self, step: int, rank: int = 0, size: int = 1) -> Mapping[str, Tensor]:
         """The rows of data rank `rank` of `size` in a step. Raises ValueError: a source that knows steps only."""
         plan = self._plan()
-        first, count = plan.first_row(step), plan.size(step)
+        first = plan.first_row(step)
+        count = plan.size(step)
+        # the common case, which a source that knows only steps can serve
         if (first, count) == (step * plan.global_batch_size, plan.global_batch_size):
             return self.source.batch(step, rank, size)
         rows: Callable[..., Mapping[str, Tensor]] | None = getattr(self.source, "rows", None)

@@ -16,20 +16,24 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.training.config import RunConfig
 
-_GROUP, MAIN = "optimizer/", "main"
+_GROUP = "optimizer/"
+MAIN = "main"
 
 
 def other_optimizer(template: Mapping[str, Any], url: str, ps: ParallelState) -> str | None:
     """What differs, in words; None: nothing, or nothing that can be read. All-gather of names over the world."""
-    stored, here = _both_sides(template, url, ps)
-    if stored is None or stored == here:
+    stored, current = _both_sides(template, url, ps)
+    if stored is None or stored == current:
         return None
-    if words := _other_kinds(_kinds(stored), _kinds(here)):
+    if words := _other_kinds(_kinds_of_states(stored), _kinds_of_states(current)):
         return words
-    only_there = sorted({_name(key) for key in stored - here})
-    only_here = sorted({_name(key) for key in here - stored})
-    parts = [f"only there are those of {', '.join(only_there[:4])}"] if only_there else []
-    parts += [f"only here are those of {', '.join(only_here[:4])}"] if only_here else []
+    only_there = sorted({_name(key) for key in stored - current})
+    only_here = sorted({_name(key) for key in current - stored})
+    parts = []
+    if only_there:
+        parts.append(f"only there are those of {', '.join(only_there[:4])}")
+    if only_here:
+        parts.append(f"only here are those of {', '.join(only_here[:4])}")
     return " and ".join(parts)
 
 
@@ -38,17 +42,18 @@ def refuse_other_optimizer(run: RunConfig, url: str, ps: ParallelState) -> None:
 
     Collective. Raises ValueError, on every rank.
     """
-    stored = from_first(lambda: sorted(_stored(url) or ()), ps)
+    stored = from_first(lambda: sorted(_stored_keys(url) or ()), ps)
     # main weights are left out where the weights are their own; an average may begin
-    there, here = {*_kinds(set(stored))} - {MAIN}, {*run.optimizer.state_kinds}
-    here -= {EMA} - there
+    saved = {*_kinds_of_states(set(stored))} - {MAIN}
+    current = {*run.optimizer.state_kinds}
+    current -= {EMA} - saved
     # of Muon's kinds a model has only some if it has no hidden matrices, or none that are trained
     may_lack = run.optimizer.optimizer == "muon" and (
         run.optimizer.freeze or run.model.build is not None or run.lora.rank is not None
     )
-    if not stored or "optimizer" in run.checkpoint.change or (may_lack and there < here):
+    if not stored or "optimizer" in run.checkpoint.change or (may_lack and saved < current):
         return
-    if words := _other_kinds(sorted(there), sorted(here)):
+    if words := _other_kinds(sorted(saved), sorted(current)):
         raise ValueError(other_states(url, words))
 
 
@@ -60,15 +65,17 @@ def other_states(url: str, difference: str) -> str:
     )
 
 
-def _other_kinds(there: list[str], here: list[str]) -> str | None:
+def _other_kinds(saved: list[str], current: list[str]) -> str | None:
     """What differs in the kinds of states, in words; None: nothing."""
-    if there == here:
+    if saved == current:
         return None
-    if sorted({*here, EMA}) == there:
+    if sorted({*current, EMA}) == saved:
         return (
             "it holds an average of the weights (ema), this run keeps none (optimizer.ema_decay=0)"
         )
-    return f"it holds {_words(there)} of each parameter, this run {_words(here)}"
+    return (
+        f"it holds {_kinds_in_words(saved)} of each parameter, this run {_kinds_in_words(current)}"
+    )
 
 
 def fitted_average(
@@ -78,8 +85,8 @@ def fitted_average(
 
     All-gather of names over the world.
     """
-    stored, here = _both_sides(template, url, ps)
-    if stored is None or EMA not in _kinds(here) or EMA in _kinds(stored):
+    stored, current = _both_sides(template, url, ps)
+    if stored is None or EMA not in _kinds_of_states(current) or EMA in _kinds_of_states(stored):
         return template, False
     states = {}
     for name, kinds in template["states"].items():
@@ -95,10 +102,10 @@ def _both_sides(
     for kinds in template["states"].values():
         for shards in kinds.values():
             local.update(shard.key for shard in (shards if isinstance(shards, list) else [shards]))
-    found: set[str] | None = None
+    in_checkpoint: set[str] | None = None
     if ps.rank == 0:
-        found = _stored(url)
-    stored, *_ = all_gather_objects(found, ps.world)
+        in_checkpoint = _stored_keys(url)
+    stored, *_ = all_gather_objects(in_checkpoint, ps.world)
     return stored, set().union(*all_gather_objects(local, ps.world))
 
 
@@ -108,6 +115,7 @@ def begin_states(optimizer: ShardedOptimizer, step: int) -> None:
     Weights that were loaded are taken. Before the first step. Collective: `shard.publish()`.
     """
     optimizer.reload_parameters()
+    # the other objects of a checkpoint (loss scale and their like) begin as this optimizer has them
     counts = {
         key: part.data
         for key, part in optimizer.sharded_state_dict().items()
@@ -120,7 +128,7 @@ def begin_states(optimizer: ShardedOptimizer, step: int) -> None:
     )
 
 
-def _stored(url: str) -> set[str] | None:
+def _stored_keys(url: str) -> set[str] | None:
     try:
         keys = map(key_of, open_stored(url, sizes=False).metadata)
         return {key for key in keys if key.startswith(_GROUP)}
@@ -128,7 +136,7 @@ def _stored(url: str) -> set[str] | None:
         return None
 
 
-def _kinds(keys: set[str]) -> list[str]:
+def _kinds_of_states(keys: set[str]) -> list[str]:
     return sorted({key.split("/")[1] for key in keys})
 
 
@@ -136,5 +144,5 @@ def _name(key: str) -> str:
     return key.split("/", 2)[2]
 
 
-def _words(kinds: list[str]) -> str:
+def _kinds_in_words(kinds: list[str]) -> str:
     return ", ".join(kinds) or "nothing"

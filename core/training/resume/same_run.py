@@ -33,6 +33,7 @@ def changes_of_order(
     """ "data" or "batch" -> what of it differs, in words. Raises ValueError: something that is not `allowed`."""
     # another order of the data would repeat some samples and skip others, silently
     changed: dict[str, list[str]] = {}
+    # only what was saved: a fact that newer versions know is not in old checkpoints
     for name, value in saved.items():
         if here.get(name) != value:
             change = "batch" if name == "global_batch_size" else "data"
@@ -53,7 +54,9 @@ def compare_models(
 ) -> None:
     """Raise ValueError for a model with other facts, also where no shape shows them, and nobody allowed it."""
     stored: Any = StoredCheckpoint.open(url).run.get("model")
-    changed = differences(stored, here) if stored is not None and here is not None else []
+    changed: list[str] = []
+    if stored is not None and here is not None:
+        changed = differences(stored, here)
     if changed and "model" not in allowed:
         raise ValueError(
             f"{url} is of a model with {', '.join(changed)}; use the same, or say that it changes: "
@@ -75,16 +78,16 @@ def refuse_another_run(
     url = from_first(lambda: _newest(run.checkpoint), ps)
     if url is None:
         return
-    here = order_of(run.data, run.training, order)
+    current = order_of(run.data, run.training, order)
+    template = {"training": {"order": dict(current)}}
     try:
-        saved = load({"training": {"order": dict(here)}}, url, ps=ps, strict=False)["training"][
-            "order"
-        ]
+        saved = load(template, url, ps=ps, strict=False)["training"]["order"]
     except (OSError, ValueError):
         return
-    changes_of_order(url, saved, here, run.checkpoint.change)
+    changes_of_order(url, saved, current, run.checkpoint.change)
     if run.model.build is None:
         model = description_of(**run.model.arguments(tokens, run.data.sequence_length))
+        # silent: an allowed change is told when the checkpoint is loaded
         compare_models(url, model, run.checkpoint.change, lambda line: None)
         refuse_other_adapters(url, run.lora.facts() if run.lora.rank is not None else None)
     refuse_other_optimizer(run, url, ps)

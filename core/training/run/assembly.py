@@ -44,6 +44,7 @@ def assemble(
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     if memory is not None:
         memory.watch(executor)
+    # batches of a program's own have no order that a checkpoint could compare
     order = corpus.order if corpus is not None else None
     facts = facts_of_run(stages, corpus, run)
     checkpoints = Checkpoints(

@@ -32,6 +32,7 @@ def build_sharded(
     # collectives inside: every rank reports memory, or none does
     if memory is not None:
         memory.at("model init")
+    # before buckets are made: frozen parameters are in none
     freeze(stages, optimizer, ps)
     shard = DataParallel(stages, ps, **data_parallel.arguments())
     offload = data_parallel.offload_policy()
@@ -52,14 +53,15 @@ def freeze(stages: Mapping[int, nn.Module], optimizer: OptimizerConfig, ps: Para
     if not patterns_of(optimizer):
         return
     local = dict(named_parameters(stages))
-    whole = dict.fromkeys(
-        name for names in all_gather_objects(list(local), ps.group("pp")) for name in names
-    )
-    problems = [f"optimizer.{message}" for message in unmatched(optimizer, whole)]
-    frozen = [name for name in whole if is_frozen(optimizer, name)]
-    if len(frozen) == len(whole):
+    # a dict: each once, in the order of the stages
+    all_names: dict[str, None] = {}
+    for stage_names in all_gather_objects(list(local), ps.group("pp")):
+        all_names |= dict.fromkeys(stage_names)
+    problems = [f"optimizer.{message}" for message in unmatched(optimizer, all_names)]
+    frozen = [name for name in all_names if is_frozen(optimizer, name)]
+    if len(frozen) == len(all_names):
         problems.append(
-            f"optimizer.freeze leaves 0 of {len(whole)} parameters to train; leave some out of it"
+            f"optimizer.freeze leaves 0 of {len(all_names)} parameters to train; leave some out of it"
         )
     if problems:
         raise ValueError("; ".join(problems))
@@ -80,11 +82,8 @@ def build_executor(
     Collective. Raises ValueError: `compile` without a compiler, or of a model without layers.
     """
     for stage in stages.values():
-        if isinstance(stage, GPTModel):
-            if training.loss_chunk is not None:
-                stage.loss_chunk = training.loss_chunk
-            else:
-                stage.loss_chunk = stage.loss_chunk
+        if isinstance(stage, GPTModel) and training.loss_chunk is not None:
+            stage.loss_chunk = training.loss_chunk
     rows_per_replica = training.global_batch_size // ps.size("dp")
     num_microbatches = rows_per_replica // training.micro_batch_size
     if training.compile == "layer":
@@ -94,7 +93,8 @@ def build_executor(
     # activation checkpointing is installed on the model here; a Pipeline does it stage by stage
     if ps.size("pp") == 1:
         (model,) = stages.values()
-        context, keeps = getattr(model, "stage", None), training.recompute_keeps
+        context = getattr(model, "stage", None)
+        keeps = training.recompute_keeps
         apply_recompute(model, training.recompute, stage=context, keeps=keeps)
         offload_activations(model, training.offload_activations)
         return SingleStage(
@@ -111,7 +111,8 @@ def build_executor(
         seed=training.seed,
         memory_limit=pipeline.memory_limit,
     )
-    offload_activations(stages, training.offload_activations)  # around what is recomputed
+    # around what is recomputed
+    offload_activations(stages, training.offload_activations)
     return executor
 
 

@@ -56,18 +56,26 @@ class Checkpoints(AbstractContextManager):
         began_as: Mapping[str, str] | None = None,
         run: Mapping[str, Any] | None = None,
     ) -> None:
-        self.config, self.optimizer, self.ps, self.say = config, optimizer, ps, say
+        self.config = config
+        self.optimizer = optimizer
+        self.ps = ps
+        self.say = say
         self._order = order_of(data, training, order)
         self.plan = BatchPlan(global_batch_size=training.global_batch_size, ramp=training.ramp)
         self._model: Mapping[str, Any] | None = dict(run or {}).get("model")
         self._lora: Mapping[str, Any] | None = dict(run or {}).get("lora")
-        self._terminated, self.stopped = False, False
+        self._terminated = False
+        self.stopped = False
         self._stop_flag = StopFlag(ps)
         self._saved_step: int | None = None
-        self._previous_save_failed, self._average_begins = False, False
+        self._previous_save_failed = False
+        self._average_begins = False
         self._previous_handlers: dict[int, Any] = {}  # of signals
         folder = config.export_huggingface
-        self._export = None if folder is None else ExportAtEnd(folder, run or {}, ps, say)
+        if folder is None:
+            self._export = None
+        else:
+            self._export = ExportAtEnd(folder, run or {}, ps, say)
         self.manager: CheckpointManager | None = None
         if config.directory is not None:
             self.manager = CheckpointManager(
@@ -86,7 +94,8 @@ class Checkpoints(AbstractContextManager):
 
     def state(self, step: int) -> dict[str, Any]:
         """Everything that the steps after `step` updates depend on."""
-        step = max(step, self.plan.start_step)  # a template of another step has the same arrays
+        # a template of another step has the same arrays
+        step = max(step, self.plan.start_step)
         return {
             "model": model_state(self.optimizer.shard, self._lora),
             "optimizer": self.optimizer.sharded_state_dict(),
@@ -104,7 +113,10 @@ class Checkpoints(AbstractContextManager):
         if self.manager is None or self.config.resume == "never":
             return self._refuse_newer_steps(0)
         newest = from_first(self._newest, self.ps)
-        template = self._template(newest) if newest is not None else self.state(0)
+        if newest is not None:
+            template = self._template(newest)
+        else:
+            template = self.state(0)
         try:
             step, state = self.manager.load_latest(template)
         except FileNotFoundError:
@@ -112,7 +124,8 @@ class Checkpoints(AbstractContextManager):
             if self.config.resume == "must" or any(
                 getattr(stage, "awaits_checkpoint", False) for stage in stages
             ):
-                raise  # in the latter case there was a step when the model was built, and no weights were drawn
+                # in the latter case there was a step when the model was built, and no weights were drawn
+                raise
             return 0
         self._saved_step = step
         return self._take_over(self.manager.url(step), state)
@@ -125,7 +138,8 @@ class Checkpoints(AbstractContextManager):
             if steps:
                 return self.manager.url(steps[-1])
             return None
-        except (OSError, ValueError):  # told by the load that follows, which tries the one before
+        except (OSError, ValueError):
+            # told by the load that follows, which tries the one before
             return None
 
     def restore(self, url: str) -> int:
@@ -181,6 +195,7 @@ class Checkpoints(AbstractContextManager):
         # adapters are found again by where their weights were read last
         if self.manager is not None and (self._lora is None or self._lora["save_base"]):
             self.manager.note({"began_as": stored_run.get("began_as", {})})
+        # only told: a checkpoint opens under any layout
         saved_layout = _describe_layout(stored_run.get("layout", {}))
         layout = _describe_layout(layout_of_ranks(self.ps))
         self.say(
@@ -204,11 +219,11 @@ class Checkpoints(AbstractContextManager):
             try:
                 self.manager.prepare(self.state(0))
             except BaseException:
-                self.manager.close()  # releases the directory's lock
+                # releases the directory's lock
+                self.manager.close()
                 raise
-            if (
-                threading.current_thread() is threading.main_thread()
-            ):  # Python allows handlers there only
+            # Python allows handlers there only
+            if threading.current_thread() is threading.main_thread():
                 for number in _END_SIGNALS:
                     self._previous_handlers[number] = signal.signal(number, self._terminate)
         return self
@@ -228,7 +243,9 @@ class Checkpoints(AbstractContextManager):
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._terminated:
-            raise KeyboardInterrupt  # a second Ctrl-C: do not wait for the step
+            # a second Ctrl-C: do not wait for the step
+            raise KeyboardInterrupt
+        # only noted: saving inside a handler would run in the middle of a collective
         self._terminated = True
 
     def before_update(self) -> None:
@@ -262,6 +279,7 @@ class Checkpoints(AbstractContextManager):
         self, step: int, last: bool, metrics: Mapping[str, SupportsFloat] | None
     ) -> None:
         """Save if it is time; `stopped` from then on where a rank was asked to end."""
+        # the scheduler may signal one rank only
         stop = self.stopped = self._stop_flag.look(self._terminated)
         every = self.config.every
         # the last step and a terminated one are saved at once: there is no next step to save beside
@@ -299,7 +317,8 @@ class Checkpoints(AbstractContextManager):
             self.say(f"warning: {error}; saving step {step}")
         try:
             self.manager.save_async(step, self.state(step), metrics)
-        except RuntimeError as error:  # this save's own: the previous one's was reported above
+        except RuntimeError as error:
+            # this save's own: the previous one's was reported above
             if self.config.on_failure != "warn":
                 raise
             self.say(f"warning: {error}; step {step} is not saved")

@@ -20,7 +20,8 @@ from core.training.run.evaluate import next_token_loss
 from core.training.run.loop import FirstStep
 
 # of a first step that one process repeats on a CPU after the run: some GB of memory, a minute or so
-MOST_PARAMETERS, MOST_FLOP = 200_000_000, 1e13
+MOST_PARAMETERS = 200_000_000
+MOST_FLOP = 1e13
 
 
 def first_step_alone(
@@ -29,7 +30,8 @@ def first_step_alone(
     """Loss and gradient norm of step 0, computed by this process by itself; the model is whole. No collectives."""
     single = ParallelState.single("cpu")
     shard = DataParallel(full_model, single)
-    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.0))  # for the gradient norm
+    # for the gradient norm
+    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.0))
     batch = batches.batch(0)
     rows = len(next(iter(batch.values())))
     executor = SingleStage(
@@ -93,5 +95,6 @@ def against_run(records: Sequence[StepRecord], path: str | Path) -> str:
             f"{path} has {len(other_losses)} steps, none of them among the {len(records)} of this run"
         )
     largest = max(abs(record.loss - other_losses[record.step]) for record in common)
-    first, last = common[0].step, common[-1].step
+    first = common[0].step
+    last = common[-1].step
     return f"against {path}: {len(common)} steps in common, {first} to {last}, max |loss difference| {largest:.1e}"

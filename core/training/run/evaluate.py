@@ -73,10 +73,12 @@ def evaluate_text(
     executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int
 ) -> TextLoss:
     """Forward over all batches of a text of so many bytes. Collective: every rank calls it."""
-    loss_sum, tokens = 0.0, 0
+    loss_sum = 0.0
+    tokens = 0
     for batch in batches:
         result = executor.evaluate(batch, next_token_loss)
-        loss_sum, tokens = loss_sum + float(result.loss_sum), tokens + int(result.num_tokens)
+        loss_sum = loss_sum + float(result.loss_sum)
+        tokens = tokens + int(result.num_tokens)
     return TextLoss(loss_sum, tokens, num_bytes)
 
 
@@ -91,27 +93,33 @@ def evaluate_texts(
     executor: StepExecutor, corpus: Corpus, ps: ParallelState
 ) -> dict[str, TextLoss]:
     """Name -> loss of each validation text of a corpus. Collective."""
-    here, rank, size = local_batches(ps), ps.index("dp"), ps.size("dp")
-    found = {}
+    to_device = local_batches(ps)
+    rank = ps.index("dp")
+    size = ps.size("dp")
+    losses = {}
+    # in the same order on all ranks: each text is a collective
     for name, text in corpus.validation_texts.items():
-        batches = _told(
+        batches = _with_progress(
             text.validation(rank, size), name, text.validation_batches if ps.rank == 0 else 0
         )
-        found[name] = evaluate_text(executor, map(here, batches), len(text.valid_text))
-    return found
+        losses[name] = evaluate_text(executor, map(to_device, batches), len(text.valid_text))
+    return losses
 
 
-def _told(
+def _with_progress(
     batches: Iterable[Mapping[str, Tensor]], name: str, count: int, seconds: float = PROGRESS_S
 ) -> Iterator[Mapping[str, Tensor]]:
     """The batches; of a long text a line on standard error now and then. count: 0 tells nothing."""
     begin = last = time.monotonic()
     for number, batch in enumerate(batches):
         now = time.monotonic()
+        # by time, not by number: a batch may take seconds
         if count and now - last >= seconds:
             last = now
-            left = (now - begin) / number * (count - number) if number else 0.0
-            line = f"{name}: batch {number:,} of {count:,}, {left:.0f} s left"
+            remaining_s = 0.0
+            if number:
+                remaining_s = (now - begin) / number * (count - number)
+            line = f"{name}: batch {number:,} of {count:,}, {remaining_s:.0f} s left"
             print(line, file=sys.stderr, flush=True)
         yield batch
 
@@ -120,9 +128,10 @@ def validate(
     executor: StepExecutor, corpus: Corpus, ps: ParallelState, optimizer: ShardedOptimizer
 ) -> dict[str, TextLoss]:
     """As `evaluate_texts`; where weights are averaged also of the average, as NAME.ema. Collective."""
-    found = evaluate_texts(executor, corpus, ps)
+    losses = evaluate_texts(executor, corpus, ps)
     if optimizer.averages:
+        # the average takes the place of the weights meanwhile, on all ranks
         with optimizer.averaged():
             averaged = evaluate_texts(executor, corpus, ps)
-        found |= {f"{name}{OF_AVERAGE}": text for name, text in averaged.items()}
-    return found
+        losses |= {f"{name}{OF_AVERAGE}": text for name, text in averaged.items()}
+    return losses

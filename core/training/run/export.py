@@ -47,7 +47,10 @@ class ExportAtEnd:
     def __init__(
         self, folder: str, facts: Mapping[str, Any], ps: ParallelState, say: Callable[[str], None]
     ) -> None:
-        self._folder, self._facts, self._ps, self._say = folder, facts, ps, say
+        self._folder = folder
+        self._facts = facts
+        self._ps = ps
+        self._say = say
         self._source: str | None = facts.get("settings", {}).get("model.huggingface")
         # only the first rank's disk counts; every rank is told
         from_first(

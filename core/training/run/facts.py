@@ -35,7 +35,8 @@ def facts_of_run(
                 }
                 facts["lora"]["base"] = fingerprint(whole, gpt.parallel)
     if corpus is not None:
-        tokenizer, file = corpus.tokenizer, corpus.tokenizer_file
+        tokenizer = corpus.tokenizer
+        file = corpus.tokenizer_file
         facts["tokenizer"] = {
             "path": None if file is None else str(file),
             "identity": tokenizer.identity,
@@ -58,20 +59,21 @@ def tokenizer_of_checkpoint(
     checkpoint: str | Path, file: str | None = None, end_of_text: str | None = None
 ) -> AnyTokenizer:
     """The tokenizer of the run, or the one in `file`. Raises ValueError: it is not there, or is another one."""
-    said: Any = open_stored(checkpoint).run.get("tokenizer", {})
-    path = file if file is not None else said.get("path")
-    if file is None and not said:
+    saved: Any = open_stored(checkpoint).run.get("tokenizer", {})
+    path = file if file is not None else saved.get("path")
+    if file is None and not saved:
         raise ValueError(f"{checkpoint} says nothing of its tokenizer; give --tokenizer FILE")
     if path is not None and not Path(path).is_file():
         raise ValueError(
             f"the tokenizer of {checkpoint}, {path}, is not there; give --tokenizer FILE"
         )
     tokenizer = load_tokenizer(
-        path, end_of_text if end_of_text is not None else said.get("end_of_text")
+        path, end_of_text if end_of_text is not None else saved.get("end_of_text")
     )
-    if said and tokenizer.identity != said["identity"]:
+    # another tokenizer would read other texts into the same numbers, without an error
+    if saved and tokenizer.identity != saved["identity"]:
         raise ValueError(
-            f"{path} is tokenizer {tokenizer.identity[:12]}, the run of {checkpoint} had {said['identity'][:12]}; "
+            f"{path} is tokenizer {tokenizer.identity[:12]}, the run of {checkpoint} had {saved['identity'][:12]}; "
             "give that one: --tokenizer FILE"
         )
     return tokenizer

@@ -69,22 +69,22 @@ class Loader:
         stopped: Callable[[], bool] = lambda: False,
         microbatches: int = 1,
     ) -> None:
-        self.gave_whole, self._microbatches = False, microbatches
-        self.batches, self.train_steps, self.step, self.stopped = (
-            batches,
-            train_steps,
-            step,
-            stopped,
-        )
-        self._data_rank, self._data_size = ps.index("dp"), ps.size("dp")
+        self.gave_whole = False
+        self._microbatches = microbatches
+        self.batches = batches
+        self.train_steps = train_steps
+        self.step = step
+        self.stopped = stopped
+        self._data_rank = ps.index("dp")
+        self._data_size = ps.size("dp")
+        # context ranks of one data rank read the same rows, and keep their part of each
         self._to_device = local_batches(ps)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         # `stopped` is asked before every batch: after SIGTERM the loop ends where all ranks end
         while self.step < self.train_steps and not self.stopped():
-            self.step += (
-                1  # before the batch is yielded: a loop that stops in the middle has used it
-            )
+            # before the batch is yielded: a loop that stops in the middle has used it
+            self.step += 1
             self.gave_whole = True
             yield self.batch(self.step - 1)
 
@@ -118,9 +118,8 @@ def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str,
     def moved(x: Tensor) -> Tensor:
         if device.type == "cpu":
             return x.to(device)
-        return x.pin_memory().to(
-            device, non_blocking=True
-        )  # a copy of pageable memory would stop the host
+        # a copy of pageable memory would stop the host
+        return x.pin_memory().to(device, non_blocking=True)
 
     def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: x if name == "document_begin" else moved(x) for name, x in batch.items()}

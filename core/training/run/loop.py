@@ -91,13 +91,12 @@ class _Meter:
         tokens_per_step: int,
         experts: Callable[[], Sequence[ExpertLoad]] | None,
     ) -> None:
-        self._flops, self._peak, self._tokens_per_step = (
-            flops_per_token,
-            peak_flops,
-            tokens_per_step,
-        )
+        self._flops = flops_per_token
+        self._peak = peak_flops
+        self._tokens_per_step = tokens_per_step
         self._experts = experts
-        self._last_read, self._first_step = time.perf_counter(), start
+        self._last_read = time.perf_counter()
+        self._first_step = start
         self._tokens: Tensor | float = 0.0
         self._skipped: Tensor | int = 0
         self._spikes: Tensor | int = 0
@@ -105,20 +104,22 @@ class _Meter:
     def add(self, num_tokens: Tensor, stats: StepStats) -> None:
         """Take one step's numbers into the running sums."""
         # tensors: reading them in every step would make the host wait for the device
-        self._tokens, self._skipped = self._tokens + num_tokens, self._skipped + stats.skipped
+        self._tokens = self._tokens + num_tokens
+        self._skipped = self._skipped + stats.skipped
         self._spikes = self._spikes + (stats.skipped & ~stats.found_inf)
 
     def record(
         self, step: int, loss: float, learning_rate: float, stats: StepStats, tokens: Tensor
     ) -> StepRecord:
         """What is logged of step number `step` (from 0), with the rates since the last record."""
-        spikes, self._spikes = int(self._spikes), 0
+        spikes = int(self._spikes)
+        self._spikes = 0
         tokens_per_s, seconds, skipped = self._read(step)
-        flops_per_s = (
-            tokens_per_s * self._flops
-        )  # of the model; activation checkpointing's forward does not count
+        # of the model; activation checkpointing's forward does not count
+        flops_per_s = tokens_per_s * self._flops
         mfu = flops_per_s / self._peak if self._peak is not None else None
-        if mfu is not None and mfu > 1:  # then the figure of the device is no peak
+        # then the figure of the device is no peak
+        if mfu is not None and mfu > 1:
             mfu = None
         return StepRecord(
             step=step + 1,
@@ -144,13 +145,14 @@ class _Meter:
 
     def _read(self, step: int) -> tuple[float, float, int]:
         """(tokens per second, seconds per step, skipped steps) up to and with `step`; starts anew."""
-        tokens, skipped = (
-            float(self._tokens),
-            int(self._skipped),
-        )  # waits for the device: take the time afterwards
+        # waits for the device: take the time afterwards
+        tokens = float(self._tokens)
+        skipped = int(self._skipped)
         now = time.perf_counter()
-        seconds, steps = now - self._last_read, step + 1 - self._first_step
-        self._last_read, self._first_step = now, step + 1
+        seconds = now - self._last_read
+        steps = step + 1 - self._first_step
+        self._last_read = now
+        self._first_step = step + 1
         self._tokens, self._skipped = 0.0, 0
         return tokens / seconds, seconds / steps, skipped
 
@@ -168,9 +170,89 @@ class _Progress:
     def show(self, step: int, loss: Tensor, every_step: Callable[[int, float], None]) -> None:
         """`step` updates are made, the last one with `loss`."""
         latest = HostCopy(loss)
-        shown = latest if self._before is None or not reading_waits(loss.device) else self._before
+        if self._before is None or not reading_waits(loss.device):
+            shown = latest
+        else:
+            shown = self._before
         self._before = latest
         every_step(step, shown.read())
+
+
+class _Reporter:
+    """What the loop tells of a run: a record and a line of a step, of a skipped one, of a validation."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        optimizer: Optimizer,
+        meter: _Meter,
+        log: MetricsLog,
+        say: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._optimizer = optimizer
+        self._meter = meter
+        self._log = log
+        self._say = say
+
+    def step(
+        self, step: int, loss: float, learning_rate: float, stats: StepStats, num_tokens: Tensor
+    ) -> None:
+        """Record a step and tell it. Raises RuntimeError: its loss is not a number."""
+        record = self._meter.record(step, loss, learning_rate, stats, num_tokens)
+        # every rank logs the same steps: all take part in the collective of `non_finite`, and raise, or none does
+        if record.loss != record.loss:
+            raise RuntimeError(
+                f"the loss of step {record.step - 1} is not a number; not finite in its gradient: "
+                f"{self._names_not_finite()}; lower the learning rate"
+            )
+        self._log.add(record)
+        self._say(record.line(self._config.train_steps))
+        if record.skipped:
+            self._say(self._skipped_line(record, stats))
+
+    def _skipped_line(self, record: StepRecord, stats: StepStats) -> str:
+        """Why this step changed nothing, or others since the last line. Collective where names are asked for."""
+        scale = self._optimizer.loss_scale
+        is_float16 = isinstance(scale, Tensor)
+        if spike := stats.spike_in_words():
+            return f"step {record.step} was skipped; {spike}"
+        if bool(stats.skipped):
+            if is_float16:
+                # it is normal that the scale is tried, and halved
+                steps = f"{record.step:5d}/{self._config.train_steps}"
+                return f"step {steps} | skipped: float16 overflow | loss scale {float(scale):g}"
+            return f"step {record.step} was skipped; not finite: {self._names_not_finite()}"
+        line = f"{record.skipped} steps since the last line were skipped"
+        if record.spikes:
+            line += f", {record.spikes} of them as spikes of the gradient norm"
+        if record.spikes < record.skipped and not is_float16:
+            line += f"; not finite: {self._names_not_finite()}"
+        return line
+
+    def _names_not_finite(self) -> str:
+        """Of gradients of the last skipped step that were not finite; collective."""
+        return ", ".join(self._optimizer.non_finite()[:5]) or "the norm"
+
+    def validation(
+        self, step: int, validate: Callable[[], Mapping[str, TextLoss]] | None
+    ) -> float | None:
+        """Record what each text costs; the bits per byte of the main one. Collective, unless `validate` is None."""
+        losses = validate() if validate is not None else {}
+        for name, text in losses.items():
+            record = ValidationRecord(
+                step=step + 1,
+                name=name,
+                loss=text.loss,
+                bits_per_byte=text.bits_per_byte,
+                tokens=text.tokens,
+                time=time.time(),
+                tokens_seen=self._meter.tokens_seen(step),
+            )
+            self._say(self._log.add_validation(record).line(self._config.train_steps))
+        if MAIN in losses:
+            return losses[MAIN].bits_per_byte
+        return None
 
 
 def _is_due(step: int, interval: int) -> bool:
@@ -204,20 +286,17 @@ def train(
     evenly the last step used them. profiler: of some steps. Returns what the first step computed. Raises
     RuntimeError: a NaN loss. ValueError: no step left to run.
     """
-    if start >= config.train_steps:
-        raise ValueError(
-            f"train_steps={config.train_steps} leaves nothing to do after step {start}; ask for more"
-        )
+    _refuse_no_steps(start, config.train_steps)
     executor.step_index = start  # dropout seeds are a function of the step
     progress, first_step = _Progress(), None
     meter = _Meter(start, flops_per_token, peak_flops, tokens_per_step, experts)
+    reporter = _Reporter(config, optimizer, meter, log, say)
     for step in range(start, config.train_steps):
         if profiler is not None:
             profiler.before(step)
         learning_rate = optimizer.learning_rate
-        result, stats = update(
-            executor, optimizer, _batch(batch_of, step), next_token_loss, checkpoints
-        )
+        batch = _batch(batch_of, step)
+        result, stats = update(executor, optimizer, batch, next_token_loss, checkpoints)
         meter.add(result.num_tokens, stats)
 
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
@@ -228,21 +307,38 @@ def train(
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
-                record = meter.record(step, loss, learning_rate, stats, result.num_tokens)
-                _log_step(record, stats, optimizer, config, log, say)
+                reporter.step(step, loss, learning_rate, stats, result.num_tokens)
         if every_step is not None:
             progress.show(step + 1, result.loss, every_step)
 
         begin = time.perf_counter()  # validating and saving are outside of the throughput
-        bits = _validate(step, validate if is_validated else None, meter, config, log, say)
-        stop = checkpoints is not None and checkpoints.after_step(
-            step + 1, last=last, metrics=_metrics(result, bits)
-        )
+        bits = reporter.validation(step, validate if is_validated else None)
+        stop = _save(checkpoints, step + 1, last=last, metrics=_metrics(result, bits))
         meter.leave_out(time.perf_counter() - begin)
         if stop:
             break
     assert first_step is not None
     return first_step
+
+
+def _refuse_no_steps(start: int, train_steps: int) -> None:
+    if start >= train_steps:
+        raise ValueError(
+            f"train_steps={train_steps} leaves nothing to do after step {start}; ask for more"
+        )
+
+
+def _save(
+    checkpoints: CheckpointHook | None,
+    step: int,
+    *,
+    last: bool,
+    metrics: Mapping[str, SupportsFloat],
+) -> bool:
+    """Whether the run ends here; a save where one is due."""
+    if checkpoints is None:
+        return False
+    return checkpoints.after_step(step, last=last, metrics=metrics)
 
 
 def _batch(batch_of: Callable[[int], Mapping[str, Tensor]], step: int) -> Mapping[str, Tensor]:
@@ -268,78 +364,6 @@ def update(
     with named("optimizer"):
         stats = optimizer.step(num_tokens=result.num_tokens)
     return result, stats
-
-
-def _log_step(
-    record: StepRecord,
-    stats: StepStats,
-    optimizer: Optimizer,
-    config: TrainingConfig,
-    log: MetricsLog,
-    say: Callable[[str], None],
-) -> None:
-    # every rank logs the same steps: all take part in the collective of `non_finite`, and raise, or none does
-    if record.loss != record.loss:
-        raise RuntimeError(
-            f"the loss of step {record.step - 1} is not a number; not finite in its gradient: {_names(optimizer)}; "
-            "lower the learning rate"
-        )
-    log.add(record)
-    say(record.line(config.train_steps))
-    if record.skipped:
-        say(_skipped_line(record, stats, optimizer, config))
-
-
-def _skipped_line(
-    record: StepRecord, stats: StepStats, optimizer: Optimizer, config: TrainingConfig
-) -> str:
-    """Why this step changed nothing, or others since the last line. Collective where names are asked for."""
-    scale = optimizer.loss_scale
-    is_float16 = isinstance(scale, Tensor)
-    place = f"step {record.step:5d}/{config.train_steps}"
-    if spike := stats.spike_in_words():
-        return f"step {record.step} was skipped; {spike}"
-    if bool(stats.skipped):
-        if is_float16:  # it is normal that the scale is tried, and halved
-            return f"{place} | skipped: float16 overflow | loss scale {float(scale):g}"
-        return f"step {record.step} was skipped; not finite: {_names(optimizer)}"
-    told = f"{record.skipped} steps since the last line were skipped"
-    if record.spikes:
-        told += f", {record.spikes} of them as spikes of the gradient norm"
-    if record.spikes < record.skipped and not is_float16:
-        told += f"; not finite: {_names(optimizer)}"
-    return told
-
-
-def _names(optimizer: Optimizer) -> str:
-    """Of gradients of the last skipped step that were not finite; collective."""
-    return ", ".join(optimizer.non_finite()[:5]) or "the norm"
-
-
-def _validate(
-    step: int,
-    validate: Callable[[], Mapping[str, TextLoss]] | None,
-    meter: _Meter,
-    config: TrainingConfig,
-    log: MetricsLog,
-    say: Callable[[str], None],
-) -> float | None:
-    """Record what each text costs; the bits per byte of the main one. Collective where there is something to do."""
-    found = validate() if validate is not None else {}
-    for name, text in found.items():
-        record = ValidationRecord(
-            step=step + 1,
-            name=name,
-            loss=text.loss,
-            bits_per_byte=text.bits_per_byte,
-            tokens=text.tokens,
-            time=time.time(),
-            tokens_seen=meter.tokens_seen(step),
-        )
-        say(log.add_validation(record).line(config.train_steps))
-    if MAIN in found:
-        return found[MAIN].bits_per_byte
-    return None
 
 
 def _metrics(result: StepResult, bits_per_byte: float | None) -> dict[str, SupportsFloat]:

@@ -15,7 +15,8 @@ class StopFlag:
     """
 
     def __init__(self, ps: ParallelState) -> None:
-        self._ps, self._reads_late = ps, reading_waits(ps.device)
+        self._ps = ps
+        self._reads_late = reading_waits(ps.device)
         self._under_way: HostCopy | None = None
 
     def look(self, asked: bool) -> bool:
@@ -27,5 +28,7 @@ class StopFlag:
         latest = HostCopy(all_reduce(flag, self._ps.world, "max"))
         if not self._reads_late:
             return bool(latest.read())
-        before, self._under_way = self._under_way, latest
+        # read a step late, its copy to the host has arrived and nobody waits
+        before = self._under_way
+        self._under_way = latest
         return before is not None and bool(before.read())

@@ -70,7 +70,9 @@ def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
 
 def layout_in_words(ps: ParallelState, run: RunConfig) -> str:
     """`4 processes on CPU: 2-way tensor parallel, 2-stage pipeline (1f1b)`."""
-    world, sizes, parts = ps.config.world_size, ps.sizes, []
+    world = ps.config.world_size
+    sizes = ps.sizes
+    parts = []
     device = "CPU" if ps.device.type == "cpu" else device_name(ps.device)
     if sizes["tp"] > 1:
         parts.append(
@@ -108,7 +110,9 @@ def describe(
     train_tokens, valid_tokens = corpus.num_tokens
     say(f"text: {train_tokens:,} tokens to train on, {valid_tokens:,} to validate")
     if isinstance(train := corpus.train, ConversationBatches):
-        longer = f", {train.truncated:,} are longer and lose their end" if train.truncated else ""
+        longer = ""
+        if train.truncated:
+            longer = f", {train.truncated:,} are longer and lose their end"
         say(
             f"conversations: {train.token_file.num_documents:,} in {train.num_samples:,} rows of "
             f"{train.sequence_length:,} tokens{longer}; the loss is of their answers"
@@ -128,9 +132,10 @@ def tell(
 ) -> None:
     """After a run: `report.html` and `report.png`, the last step drawn, a sample, bits per byte of the validation
     texts beside the baselines."""
-    # what needs no model: how far the run got is seen against these
     output = Path(loaded.run.training.output)
-    records, baselines = log.records, dict(corpus.baselines)
+    records = log.records
+    # what needs no model: how far the run got is seen against these
+    baselines = dict(corpus.baselines)
     facts = run_facts(records, layout_in_words(ps, loaded.run), parameters)
     write_report(
         output / "report.png",
@@ -159,9 +164,8 @@ def tell(
     say(
         f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n{sample.written}\n---"
     )
-    last = {
-        record.name: record.bits_per_byte for record in log.validations
-    }  # later ones replace earlier ones
+    # later ones replace earlier ones
+    last = {record.name: record.bits_per_byte for record in log.validations}
     if baselines or last:
         say(
             "bits per byte: "

@@ -25,7 +25,8 @@ from core.training.config.run import known_fields
 from core.training.config.toml_files import read_toml
 from core.training.model.begin import first_stages
 
-_LONGEST_SEQUENCE = 1024  # of a Hugging Face model, unless data.sequence_length says otherwise
+# of a Hugging Face model, unless data.sequence_length says otherwise
+_LONGEST_SEQUENCE = 1024
 # of a run's settings, what another layout, machine or purpose does not share with it
 _KEPT = ("model.", "data.", "training.micro_batch_size")
 
@@ -49,7 +50,8 @@ class Trained:
 
         Raises ValueError: a checkpoint of another model, a tokenizer with more tokens than the model.
         """
-        run = replace(run, lora=LoraConfig())  # the checkpoint says which adapters it has
+        # the checkpoint says which adapters it has
+        run = replace(run, lora=LoraConfig())
         stages = first_stages(run, tokens, ps, resumes=self.is_checkpoint)
         if self.is_checkpoint and adapters_of(self.url) is not None:
             models = {n: stage for n, stage in stages.items() if isinstance(stage, GPTModel)}
@@ -77,6 +79,7 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
     Raises ValueError: nothing of these is there, or a checkpoint does not tell what model it holds.
     """
     path = Path(target).expanduser()
+    # a checkpoint may lie in a folder that has a config.json, too
     if (path / "config.json").is_file() and not (path / MANIFEST).exists():
         return Trained(url=str(path), settings=_of_folder(path), is_checkpoint=False)
     settings: Mapping[str, Any] = {}
@@ -88,7 +91,8 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
                 f"the run of {target} kept no checkpoint; train it with checkpoint.directory=DIRECTORY"
             )
         target = str(directory)
-    url = _newest(target)
+    url = _newest_checkpoint(target)
+    # what a run.toml says goes before what the checkpoint remembers
     settings = settings or _of_checkpoint(url)
     objects = load_common_state_dict(url)
     if source is not None:
@@ -115,16 +119,18 @@ def _of_folder(folder: Path) -> dict[str, Any]:
 def _from_file(path: Path) -> dict[str, Any]:
     fields_by_name = known_fields()
     values = read_toml(path, fields_by_name).values
-    return {
-        name: value for name, value in values.items() if name in fields_by_name
-    }  # without other versions' fields
+    # without other versions' fields
+    return {name: value for name, value in values.items() if name in fields_by_name}
 
 
-def _newest(target: str) -> str:
+def _newest_checkpoint(target: str) -> str:
     """The checkpoint itself, or the newest of a directory of steps."""
     if "://" not in target and (Path(target) / MANIFEST).is_file():
         return target
-    steps = CheckpointRoot(target).steps() if "://" in target or os.path.isdir(target) else []
+    if "://" in target or os.path.isdir(target):
+        steps = CheckpointRoot(target).steps()
+    else:
+        steps = []
     if steps:
         return below(target, step_name(steps[-1]))
     if "://" in target:

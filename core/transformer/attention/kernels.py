@@ -20,7 +20,8 @@ PRIORITY = {
 
 def use_deterministic() -> None:
     """For the rest of the process: operations that give the same bits from run to run, or raise."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    # read when cuBLAS starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
 
 

@@ -15,7 +15,9 @@ class LayerCache:
     """Of one layer: k and v, each [b, g/tp, positions, d], allocated by the first tokens that arrive."""
 
     def __init__(self, positions: int, padding: Tensor | None) -> None:
-        self.positions, self.padding, self.length = positions, padding, 0
+        self.positions = positions
+        self.padding = padding
+        self.length = 0
         self._keys_and_values: tuple[Tensor, Tensor] | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -24,7 +26,8 @@ class LayerCache:
         The mask is None where no sequence is padded: attention is causal then. True = masked out.
         Raises ValueError: more tokens than positions.
         """
-        new, start = k.shape[2], self.length
+        new = k.shape[2]
+        start = self.length
         if start + new > self.positions:
             raise ValueError(
                 f"a cache of {self.positions} positions holds {start} tokens; {new} more do not fit"
@@ -58,7 +61,8 @@ class KVCache:
     """
 
     def __init__(self, positions: int, padding: Tensor | None = None) -> None:
-        self.positions, self.padding = positions, padding
+        self.positions = positions
+        self.padding = padding
         self._layers: dict[int, LayerCache] = {}
 
     def layer(self, number: int) -> LayerCache:

@@ -13,7 +13,8 @@ from torch import Tensor
 from core.autograd.gradients import no_second_derivative
 
 Tables = tuple[Tensor, Tensor]
-LayerTables = list[Tables | None]  # by the layers' global numbers; None does not rotate
+# by the layers' global numbers; None does not rotate
+LayerTables = list[Tables | None]
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
@@ -37,8 +38,11 @@ def _split(
     r = width // (g * d) - 2
     # of each group: r query heads, then its key head, then its value head
     fused = y.view(s, b, g, r + 2, d).permute(1, 2, 3, 0, 4)  # [b, g, r+2, s, d]
-    q, k, v = fused[:, :, :r], fused[:, :, r], fused[:, :, r + 1]
-    new_q, new_k = y.new_empty(b, g, r, s, d), y.new_empty(b, g, s, d)
+    q = fused[:, :, :r]
+    k = fused[:, :, r]
+    v = fused[:, :, r + 1]
+    new_q = y.new_empty(b, g, r, s, d)
+    new_k = y.new_empty(b, g, s, d)
     if cos is None or sin is None:
         new_q.copy_(q)
         new_k.copy_(k)
@@ -101,16 +105,14 @@ def split_qkv(
     y: Tensor, groups: int, head_size: int, tables: Tables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [s, b, g (r+2) d] -> q [b, g r, s, d], k [b, g, s, d], v [b, g, s, d]; q and k rotated with `tables`."""
-    if torch.compiler.is_compiling():  # it fuses by itself, and knows no views as `out`
+    # it fuses by itself, and knows no views as `out`
+    if torch.compiler.is_compiling():
         return split_qkv_plainly(y, groups, head_size, tables)
     cos, sin = tables if tables is not None else (None, None)
     if not torch.is_grad_enabled():  # nothing to save
         q, k, v = _split(y, groups, head_size, cos, sin)
-        return (
-            q,
-            k,
-            v if y.shape[0] == 1 else v.contiguous(),
-        )  # one token's goes into a cache, which copies it
+        # one token's goes into a cache, which copies it
+        return (q, k, v if y.shape[0] == 1 else v.contiguous())
     q, k, v = _SplitQKV.apply(y, groups, head_size, cos, sin)
     return q, k, v
 
@@ -120,9 +122,12 @@ def split_qkv_plainly(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`split_qkv` in plain autograd: for the compiler, and what the tests compare with."""
     fused = rearrange(y, "s b (g r d) -> b g r s d", g=groups, d=head_size)
-    q, k, v = fused[:, :, :-2], fused[:, :, -2], fused[:, :, -1]
+    q = fused[:, :, :-2]
+    k = fused[:, :, -2]
+    v = fused[:, :, -1]
     if tables is not None:
-        q, k = rotate_plainly(q, tables[0][:, None], tables[1][:, None]), rotate_plainly(k, *tables)
+        q = rotate_plainly(q, tables[0][:, None], tables[1][:, None])
+        k = rotate_plainly(k, *tables)
     return rearrange(q, "b g r s d -> b (g r) s d"), k, v
 
 
@@ -137,5 +142,7 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
 def rotate_plainly(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """`rotate` in plain autograd."""
     half = cos.shape[-1]
-    x1, x2, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    x1 = x[..., :half]
+    x2 = x[..., half : 2 * half]
+    rest = x[..., 2 * half :]
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest), -1)

@@ -24,7 +24,8 @@ from core.transformer.attention.qkv import Tables, rotate, split_qkv
 from core.transformer.dropout import Dropout
 from core.transformer.spec import Build, TransformerLayerSpec
 
-STRIP = 1024  # most queries of one strip under a window: the mask of a strip is at most [STRIP, STRIP + window]
+# most queries of one strip under a window: the mask of a strip is at most [STRIP, STRIP + window]
+STRIP = 1024
 
 
 class CoreAttention(nn.Module):
@@ -36,20 +37,21 @@ class CoreAttention(nn.Module):
     Context ranks exchange keys, or heads; at cp 1 there are no collectives.
     """
 
-    knows_context = (
-        True  # its queries are this context rank's rows, their keys lie on all context ranks
-    )
+    # its queries are this context rank's rows, their keys lie on all context ranks
+    knows_context = True
 
     def __init__(self, build: Build) -> None:
         super().__init__()
         config = build.config
-        self.grouped, self.softmax_scale = (
-            config.groups != config.num_attention_heads,
-            config.softmax_scale,
-        )
+        self.grouped = config.groups != config.num_attention_heads
+        self.softmax_scale = config.softmax_scale
         self.dropout = Dropout(build, config.attention_dropout, "attention", sharded=True)
-        self.window = config.windows[build.layer] if config.windows is not None else None
-        self.exchange, self.stage = Exchange(build.parallel), build.stage
+        if config.windows is not None:
+            self.window = config.windows[build.layer]
+        else:
+            self.window = None
+        self.exchange = Exchange(build.parallel)
+        self.stage = build.stage
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None" = None
@@ -60,9 +62,13 @@ class CoreAttention(nn.Module):
         masked out (on one context rank).
         """
         p = self.dropout.p if self.training else 0.0
-        documents = attention_mask if isinstance(attention_mask, Documents) else None
-        if documents is not None and p > 0:  # no kernel that merges blocks drops out
-            attention_mask, documents = visible_mask(documents.begin), None
+        documents = None
+        if isinstance(attention_mask, Documents):
+            documents = attention_mask
+        # no kernel that merges blocks drops out
+        if documents is not None and p > 0:
+            attention_mask = visible_mask(documents.begin)
+            documents = None
         splits_rows = self.exchange.rows.size > 1 and not self.stage.whole_sequences
         if splits_rows or documents is not None or self._keeps_output(q, k, attention_mask, p):
             return self._attend_rows(q, k, v, documents)
@@ -85,13 +91,17 @@ class CoreAttention(nn.Module):
     def _attend_rows(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
         """This rank's rows with the keys that each of them sees, wherever these are."""
         kind = q.device.type
-        if torch.is_autocast_enabled(kind):  # as for torch's own attention
+        # as for torch's own attention
+        if torch.is_autocast_enabled(kind):
             q, k, v = (x.to(torch.get_autocast_dtype(kind)) for x in (q, k, v))
         if self.window is not None:
             rows = self.exchange.rows
             numbers = document_rows(q.shape[2] * rows.size, rows)
             documents = within_window(documents, self.window, numbers, q.device)
-        scale = self.softmax_scale if self.softmax_scale is not None else q.shape[3] ** -0.5
+        if self.softmax_scale is not None:
+            scale = self.softmax_scale
+        else:
+            scale = q.shape[3] ** -0.5
         return context_attention(q, k, v, self.exchange, documents=documents, scale=scale)
 
     def _has_long_strips(self, k: Tensor) -> bool:
@@ -103,21 +113,25 @@ class CoreAttention(nn.Module):
     def _attend_with_dropout(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float
     ) -> Tensor:
-        attend = self._attend_in_strips if self._has_long_strips(k) else self._attend
+        if self._has_long_strips(k):
+            attend = self._attend_in_strips
+        else:
+            attend = self._attend
         with seeded(q.device, self.dropout.seed()):
             return attend(q, k, v, attention_mask, p)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None, p: float
     ) -> Tensor:
-        queries, keys = q.shape[2], k.shape[2]
+        queries = q.shape[2]
+        keys = k.shape[2]
         visible = None if attention_mask is None else ~attention_mask
         causal = False
-        if (
-            visible is None and queries == keys
-        ):  # a branch: compiled code with lengths that vary has no bool of them
+        # a branch: compiled code with lengths that vary has no bool of them
+        if visible is None and queries == keys:
             causal = True
         if visible is None and 1 < queries < keys:
+            # a chunk of a prompt behind cached keys: torch's causal mask would align at the first key
             visible = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(
                 keys - queries
             )
@@ -133,7 +147,8 @@ class CoreAttention(nn.Module):
         A mask of the user's own takes the place of the causal one, as without a window: later keys are there, too.
         """
         assert self.window is not None
-        queries, earlier = q.shape[2], k.shape[2] - q.shape[2]
+        queries = q.shape[2]
+        earlier = k.shape[2] - q.shape[2]
         outputs = []
         for start in range(0, queries, STRIP):
             stop = min(start + STRIP, queries)
@@ -166,10 +181,12 @@ class SelfAttention(nn.Module):
 
     def __init__(self, build: Build, spec: TransformerLayerSpec) -> None:
         super().__init__()
-        config, place = build.config, build.place
+        config = build.config
+        place = build.place
         heads_per_group = config.num_attention_heads // config.groups
         # Tensor ranks share groups, never a head: a group's queries stay with their key and value.
-        self.groups, self.head_size = config.groups // place.tp, config.head_size
+        self.groups = config.groups // place.tp
+        self.head_size = config.head_size
         self.linear_qkv = ColumnParallelLinear(
             config.hidden_size,
             (config.groups, heads_per_group + 2, config.head_size),
@@ -185,11 +202,13 @@ class SelfAttention(nn.Module):
             init=Init(std=config.output_std),
         )
         self.core_attention = spec.core_attention(build)
-        self.layer_number, self.cache_of_layer = build.layer, None
+        self.layer_number = build.layer
+        self.cache_of_layer = None
         self.q_layernorm = _qk_norm(build, spec, config.num_attention_heads)
         self.k_layernorm = _qk_norm(build, spec, config.groups)
         for submodule in (self.core_attention, self.q_layernorm, self.k_layernorm):
-            if submodule is not None:  # whatever it is, it sees this rank's heads only
+            # whatever it is, it sees this rank's heads only
+            if submodule is not None:
                 sum_gradients_of_foreign(submodule, place.group)
 
     def forward(
@@ -205,15 +224,19 @@ class SelfAttention(nn.Module):
             q, k, v = split_qkv(y, self.groups, self.head_size, rotary)
         else:
             q, k, v = split_qkv(y, self.groups, self.head_size, None)
-            q, k = self.q_layernorm(q), self.k_layernorm(k)
+            q = self.q_layernorm(q)
+            k = self.k_layernorm(k)
             if rotary is not None:
-                q, k = rotate(q, rotary), rotate(k, rotary)
+                q = rotate(q, rotary)
+                k = rotate(k, rotary)
         # While text is generated, keys and values of earlier tokens come from the cache.
         if self.cache_of_layer is not None:
             k, v, padding = self.cache_of_layer.extend(k, v)
-            attention_mask = attention_mask if padding is None else padding
+            if padding is not None:
+                attention_mask = padding
         heads = self.core_attention(q, k, v, attention_mask)
-        return self.linear_proj(heads.permute(2, 0, 1, 3).flatten(2))  # [s, b, a d]
+        # [s, b, a d]
+        return self.linear_proj(heads.permute(2, 0, 1, 3).flatten(2))
 
 
 def _qk_norm(build: Build, spec: TransformerLayerSpec, heads: int) -> nn.Module | None:

@@ -32,14 +32,20 @@ class _Attach(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, loss: Tensor, stage: StageContext, positions: int) -> Tensor:
-        ctx.stage, ctx.positions, ctx.driven = stage, positions, stage.driven
+        ctx.stage = stage
+        ctx.positions = positions
+        ctx.driven = stage.driven
         ctx.like = loss.new_empty(())
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        scale = ctx.stage.loss_scale if ctx.driven else ctx.stage.scale_of_plain_loop
+        if ctx.driven:
+            scale = ctx.stage.loss_scale
+        else:
+            scale = ctx.stage.scale_of_plain_loop
         if ctx.driven and ctx.stage.averaged_over is not None:
+            # the program takes means over microbatches of means over tokens, where we sum
             scale = scale / (ctx.stage.averaged_over * ctx.positions)
         if scale is None:
             scale = 1 / ctx.positions
@@ -57,13 +63,13 @@ class _Attach(torch.autograd.Function):
 def follow_loss(loss: Tensor, stage: StageContext, *, is_models: bool) -> None:
     """In a plain loop: note what the program multiplies each token's loss [b, s] by, when its backward comes by."""
 
-    stage.scale_of_plain_loop = (
-        None  # what an earlier loss was multiplied by says nothing of this one
-    )
+    # what an earlier loss was multiplied by says nothing of this one
+    stage.scale_of_plain_loop = None
     if not is_models:
         return
 
     def remember(gradient: Tensor) -> None:
+        # tokens without a label have gradient 0; all others have the same one
         stage.scale_of_plain_loop = gradient.sum() / gradient.count_nonzero().clamp(min=1)
 
     loss.register_hook(remember)
@@ -76,13 +82,20 @@ class Balance:
     """
 
     def __init__(self, build: Build, router: Router) -> None:
-        config, self._ps, self._router = build.config, build.parallel, router
+        config = build.config
+        self._ps = build.parallel
+        self._router = router
         assert config.num_moe_experts is not None
-        self._experts, self._stage = config.num_moe_experts, build.stage
-        self.is_on = config.balances_experts  # whether there is anything to attach
+        self._experts = config.num_moe_experts
+        self._stage = build.stage
+        # whether there is anything to attach
+        self.is_on = config.balances_experts
         self._of_sequence = config.moe_router_load_balancing_type == "seq_aux_loss"
         balances = config.moe_router_load_balancing_type != "none"
-        self._aux_coefficient = config.moe_aux_loss_coeff if balances else 0.0
+        if balances:
+            self._aux_coefficient = config.moe_aux_loss_coeff
+        else:
+            self._aux_coefficient = 0.0
         self._z_coefficient = config.moe_z_loss_coeff or 0.0
 
     def attach(self, y: Tensor, routing: Routing, sequences: int) -> Tensor:
@@ -126,6 +139,7 @@ class Balance:
         """Rows per expert: [b, E], or [1, E] of the microbatch. Rows are [s, b], flattened, with k experts each."""
         positions = routing.experts.shape[0]
         column = torch.arange(positions, device=routing.experts.device) % sequences
+        # a bin for each (sequence, expert), so that one scatter counts all of them
         cells = (column[:, None] * self._experts + routing.experts).reshape(-1)
         counts = torch.zeros(
             sequences * self._experts, dtype=routing.scores.dtype, device=cells.device
@@ -135,6 +149,7 @@ class Balance:
         if not self._of_sequence:
             counts = counts.sum(0, keepdim=True)
         groups = [group for name in ("tp", "cp") if (group := self._ps.group(name)) is not None]
+        # a sum needs the one before it: only the last can be left under way
         for group in groups[:-1]:
             counts = all_reduce(counts, group)
         return start_all_reduce(counts, groups[-1] if groups else None)
@@ -150,7 +165,8 @@ class _Shares:
     def wait(self) -> Tensor:
         if self._shares is None:
             assert self._counts is not None
-            counts, self._counts = self._counts.wait(), None
+            counts = self._counts.wait()
+            self._counts = None
             self._shares = counts / counts.sum(1, keepdim=True)
         return self._shares
 
@@ -164,7 +180,9 @@ class _Auxiliary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor, shares: _Shares, load: Load) -> Tensor:
-        ctx.shares, ctx.load, ctx.shape = shares, load, scores.shape
+        ctx.shares = shares
+        ctx.load = load
+        ctx.shape = scores.shape
         ctx.scores = scores.sum(0) if load.is_logged else None
         return scores.new_zeros(())
 
@@ -172,7 +190,8 @@ class _Auxiliary(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("the auxiliary loss of experts")
-        shares, experts = ctx.shares.wait().to(gradient.dtype), ctx.shape[-1]
+        shares = ctx.shares.wait().to(gradient.dtype)
+        experts = ctx.shape[-1]
         if ctx.scores is not None:
             ctx.load.add_losses({"aux": experts * (ctx.scores * shares).sum()})
         return (gradient * experts * shares).expand(ctx.shape), None, None

@@ -6,7 +6,7 @@ weights, and on the way back (4) the experts' outputs. Backward: the same the ot
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -60,6 +60,7 @@ class Dispatch:
         rows = x.index_select(0, self.order if per_row == 1 else self.tokens)
         regroup = self.regroup
         if regroup is None:
+            # one expert rank: rows are sorted by expert already, nothing travels
             return lambda: rows
         arriving = start_all_to_all(
             rows, self.group, send_rows=self.send, receive_rows=self.receive
@@ -90,7 +91,9 @@ class Dispatch:
 
 
 def _planned(routing: Routing, router: Router, group: Group | None) -> tuple[Any, ...]:
-    ids, num_experts = routing.experts.reshape(-1), routing.logits.shape[1]
+    ids = routing.experts.reshape(-1)
+    num_experts = routing.logits.shape[1]
+    # stable: rows of one expert stay in the order of tokens, whatever the layout
     order = ids.argsort(stable=True)
     place = torch.empty_like(order)
     place[order] = torch.arange(order.numel(), device=order.device)
@@ -106,12 +109,12 @@ def _planned(routing: Routing, router: Router, group: Group | None) -> tuple[Any
         return order, place, [], [], None, None, local_counts
     leaving = torch.cat((counts.view(group.size, -1), broken.expand(group.size, 1)), 1)
     # [2, ranks, local experts + 1]: rows of this rank for the experts there, of each rank for the experts here
-    both = torch.stack(
-        (leaving, all_to_all(leaving, group))
-    ).tolist()  # the one wait for the device
+    # `tolist` is the one wait for the device
+    both = torch.stack((leaving, all_to_all(leaving, group))).tolist()
     _refuse_broken(router, [rank for rank, row in enumerate(both[1]) if row[-1]])
     leaving_counts, arriving_counts = [[row[:-1] for row in rows] for rows in both]
-    send, receive = [sum(row) for row in leaving_counts], [sum(row) for row in arriving_counts]
+    send = [sum(row) for row in leaving_counts]
+    receive = [sum(row) for row in arriving_counts]
     if router.training:
         router.load.add(
             [count for row in leaving_counts for count in row], sum(receive), router.weight
@@ -119,15 +122,8 @@ def _planned(routing: Routing, router: Router, group: Group | None) -> tuple[Any
     regroup = _regrouped(arriving_counts, order.device)
     back = torch.empty_like(regroup)
     back[regroup] = torch.arange(regroup.numel(), device=order.device)
-    return (
-        order,
-        place,
-        send,
-        receive,
-        regroup,
-        back,
-        [sum(column) for column in zip(*arriving_counts, strict=True)],
-    )
+    of_local_experts = [sum(column) for column in zip(*arriving_counts, strict=True)]
+    return order, place, send, receive, regroup, back, of_local_experts
 
 
 def _refuse_broken(router: Router, ranks: list[int]) -> None:
@@ -141,8 +137,9 @@ def _refuse_broken(router: Router, ranks: list[int]) -> None:
 
 def _regrouped(arriving: list[list[int]], device: torch.device) -> Tensor:
     """Row numbers of what arrived, sorted by (rank, expert), in the order (expert, rank)."""
-    flat = [count for row in arriving for count in row]
+    flat = list(chain.from_iterable(arriving))
     starts = [0, *accumulate(flat)][:-1]
+    # the grouped matmul wants each expert's rows together, whoever sent them
     experts = len(arriving[0])
     pieces = []
     for expert in range(experts):

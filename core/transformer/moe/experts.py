@@ -37,20 +37,22 @@ class Experts(torch.nn.Module):
         super().__init__()
         config = build.config
         assert config.num_moe_experts is not None
-        experts, ffn, hidden = config.num_moe_experts, config.moe_ffn, config.hidden_size
-        self.gated, self.activation, self.stage = (
-            config.gated_linear_unit,
-            config.activation,
-            build.stage,
-        )
+        experts = config.num_moe_experts
+        ffn = config.moe_ffn
+        hidden = config.hidden_size
+        self.gated = config.gated_linear_unit
+        self.activation = config.activation
+        self.stage = build.stage
         fc1_shape = (experts, 2, ffn, hidden) if self.gated else (experts, ffn, hidden)
         self.linear_fc1 = Weight(build, Layout(fc1_shape, {"ep": 0}), config.init_method_std)
         self.linear_fc2 = Weight(
             build, Layout((experts, hidden, ffn), {"ep": 0}), config.output_std
         )
         ps = build.parallel
-        self.edp_is_summed = False  # by a wrapper that sums .grad over edp itself
-        self._has_data_ranks, self._ranks = ps.size("dp-cp") > 1, ps.size("ep")
+        # by a wrapper that sums .grad over edp itself
+        self.edp_is_summed = False
+        self._has_data_ranks = ps.size("dp-cp") > 1
+        self._ranks = ps.size("ep")
         # in a plain loop
         if self._has_data_ranks:
             self._sum_group = ps.group("tp")
@@ -59,7 +61,8 @@ class Experts(torch.nn.Module):
 
     def forward(self, rows: Tensor, weights: Tensor, counts: list[int]) -> Tensor:
         """rows [n, h] sorted by expert, weights [n, 1] -> [n, h], each expert's output times its weight."""
-        fc1, fc2 = self._summed(self.linear_fc1.weight), self._summed(self.linear_fc2.weight)
+        fc1 = self._summed(self.linear_fc1.weight)
+        fc2 = self._summed(self.linear_fc2.weight)
         y = grouped_linear(rows, fc1, counts, stage=self.stage)
         # The weight multiplies before fc2, which is linear: its gradient needs no outputs of the experts.
         y = _WeightedActivation.apply(y, weights, self.activation, self.gated)
@@ -95,7 +98,8 @@ class _WeightedActivation(torch.autograd.Function):
         ctx: Any, y: Tensor, weights: Tensor, activation: Activation, is_gated: bool
     ) -> Tensor:
         ctx.save_for_backward(y, weights)
-        ctx.activation, ctx.is_gated = activation, is_gated
+        ctx.activation = activation
+        ctx.is_gated = is_gated
         return _activate(y, activation, is_gated).mul_(weights.to(y.dtype))
 
     @staticmethod
@@ -106,7 +110,8 @@ class _WeightedActivation(torch.autograd.Function):
         if ctx.is_gated and ctx.activation is F.silu:
             # linear in the weight, which comes last: nothing is computed both with it and without it
             dy = silu_gate_gradient(y, gradient)
-            by_weight = dy.chunk(2, -1)[1] * y.chunk(2, -1)[1]  # (gradient * silu(gate)) * up
+            # (gradient * silu(gate)) * up
+            by_weight = dy.chunk(2, -1)[1] * y.chunk(2, -1)[1]
             dy.mul_(weights.to(y.dtype))
         else:
             with torch.enable_grad():

@@ -31,11 +31,14 @@ class MoELayer(nn.Module):
 
     def __init__(self, build: Build) -> None:
         super().__init__()
-        config, ps = build.config, build.parallel
+        config = build.config
+        ps = build.parallel
         assert config.num_moe_experts is not None
         self.parallel = ps
-        self._tensor_group, self._expert_group = ps.group("tp"), ps.group("ep")
-        self.router, self.experts = Router(build), Experts(build)
+        self._tensor_group = ps.group("tp")
+        self._expert_group = ps.group("ep")
+        self.router = Router(build)
+        self.experts = Experts(build)
         self.balance = Balance(build, self.router)
         self.shared_experts: MLP | None = None
         if config.moe_shared_expert_intermediate_size is not None:
@@ -56,17 +59,25 @@ class MoELayer(nn.Module):
 
     def _forward(self, x: Tensor) -> Tensor:
         tp = self._tensor_group
-        shard = scatter_to_sequence_region(self._padded(x), tp) if self._cuts_tokens else x
+        if self._cuts_tokens:
+            # each tensor rank routes a share of the tokens, which all of them hold
+            shard = scatter_to_sequence_region(self._padded(x), tp)
+        else:
+            shard = x
         tokens = shard.reshape(-1, shard.shape[-1])
         routing = self.router(tokens)
         dispatch = Dispatch.plan(routing, self.router, self._expert_group)
         arriving = start_to_experts(tokens, dispatch)
-        shared = (
-            None if self.shared_experts is None else self.shared_experts(x)
-        )  # while the rows are on their way
-        rows, weights = arriving(), weights_to_experts(routing.weights, dispatch)
+        # while the rows are on their way
+        if self.shared_experts is None:
+            shared = None
+        else:
+            shared = self.shared_experts(x)
+        rows = arriving()
+        weights = weights_to_experts(routing.weights, dispatch)
         y = from_experts(self.experts(rows, weights, dispatch.counts), dispatch).view(shard.shape)
-        if self.balance.is_on and self.training:  # in both runs of a recomputed forward
+        # in both runs of a recomputed forward
+        if self.balance.is_on and self.training:
             y = self.balance.attach(y, routing, sequences=shard.shape[1])
         if self._cuts_tokens:
             y = gather_from_sequence_region(y, tp, to_tensor_region=False)[: x.shape[0]]

@@ -54,17 +54,21 @@ class Load:
     """
 
     def __init__(self, experts: int, *, remembers: bool) -> None:
-        self.remembers, self.is_logged = remembers, False
+        self.remembers = remembers
+        self.is_logged = False
         self._experts = experts
         self._counts = Counts([0] * experts)
-        self._version: int | None = None  # of the router's weight, when counting began
+        # of the router's weight, when counting began
+        self._version: int | None = None
         self._told = False
 
     def add(self, rows: Sequence[int], received: int, weight: Tensor) -> None:
         """A microbatch: rows of its tokens by expert, rows received for the experts here."""
         counts = self._counts
         counts.rows = [a + b for a, b in zip(counts.rows, rows, strict=True)]
+        # of one microbatch: it is what memory must hold at once
         counts.most_received = max(counts.most_received, received)
+        # weights that change between two counts of one step: an optimizer stepped, and nobody ended the step
         if self._version is None:
             self._version = weight._version
         elif self.remembers and self._version != weight._version and not self._told:
@@ -84,7 +88,8 @@ class Load:
 
     def take(self) -> Counts:
         """What was counted; counting begins again."""
-        counts, self._counts = self._counts, Counts([0] * self._experts)
+        counts = self._counts
+        self._counts = Counts([0] * self._experts)
         self._version = None
         return counts
 
@@ -112,7 +117,8 @@ class Loads:
     def __init__(self, ps: ParallelState) -> None:
         self.routers: list[Counted] = []
         self._ps = ps
-        self._last: list[Counts] = []  # of this rank, in the last step
+        # of this rank, in the last step
+        self._last: list[Counts] = []
 
     @classmethod
     def of(cls, build: Build) -> "Loads":
@@ -139,7 +145,8 @@ class Loads:
         """Of the last step, on every rank with these layers. All-reduces over ep and edp; waits for the device."""
         if not self._last:
             return []
-        names, device = list(self._last[0].losses), self.routers[0].weight.device
+        names = list(self._last[0].losses)
+        device = self.routers[0].weight.device
         rows = torch.tensor(
             [counts.rows for counts in self._last], dtype=torch.float64, device=device
         )
@@ -150,17 +157,19 @@ class Loads:
         sums = self._over_ranks(torch.cat((rows, losses), 1)).tolist()
         received = torch.tensor([counts.most_received for counts in self._last], device=device)
         most = self._over_ranks(received, "max").tolist()
-        experts, found = rows.shape[1], []
+        experts = rows.shape[1]
+        loads = []
         for router, summed, most_received in zip(self.routers, sums, most, strict=True):
-            of_experts, of_losses = summed[:experts], summed[experts:]
-            mean, positions = (
-                sum(of_experts) / experts or 1.0,
-                sum(of_experts) / router.top_k or 1.0,
-            )
+            of_experts = summed[:experts]
+            of_losses = summed[experts:]
+            mean = sum(of_experts) / experts or 1.0
+            # each token is counted top_k times
+            positions = sum(of_experts) / router.top_k or 1.0
             means = {name: loss / positions for name, loss in zip(names, of_losses, strict=True)}
-            busiest, idlest = max(of_experts) / mean, min(of_experts) / mean
-            found.append(ExpertLoad(router.layer, busiest, idlest, most_received, **means))
-        return found
+            busiest = max(of_experts) / mean
+            idlest = min(of_experts) / mean
+            loads.append(ExpertLoad(router.layer, busiest, idlest, most_received, **means))
+        return loads
 
     @torch.no_grad()
     def end_step(self) -> None:

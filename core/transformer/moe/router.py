@@ -14,7 +14,8 @@ from core.tensor_parallel import sum_gradient
 from core.transformer.moe.load import Load, Loads
 from core.transformer.spec import Build
 
-_TINY = 1e-20  # beside a sum of sigmoids that is divided by, as DeepSeek-V3 and Megatron have it
+# beside a sum of sigmoids that is divided by, as DeepSeek-V3 and Megatron have it
+_TINY = 1e-20
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,20 +57,18 @@ class Router(SpreadModule):
         super().__init__()
         config = build.config
         assert config.num_moe_experts is not None
-        experts, self.top_k = config.num_moe_experts, config.moe_router_topk
-        self.sigmoid, self.pre_softmax = (
-            config.moe_router_score_function == "sigmoid",
-            config.moe_router_pre_softmax,
-        )
+        experts = config.num_moe_experts
+        self.top_k = config.moe_router_topk
+        self.sigmoid = config.moe_router_score_function == "sigmoid"
+        self.pre_softmax = config.moe_router_pre_softmax
         self.scaling = config.moe_router_topk_scaling_factor
-        self.num_groups, self.group_topk = (
-            config.moe_router_num_groups,
-            config.moe_router_group_topk,
-        )
+        self.num_groups = config.moe_router_num_groups
+        self.group_topk = config.moe_router_group_topk
         self.group = build.parallel.group("tp")
         layout = Layout((experts, config.hidden_size), partial=frozenset({"tp"}))
         self.weight = build.place.parameter(layout, Init(std=config.init_method_std))
-        self.layer, self.bias_rate = build.layer, config.moe_router_bias_update_rate
+        self.layer = build.layer
+        self.bias_rate = config.moe_router_bias_update_rate
         is_global = config.moe_router_load_balancing_type == "global_aux_loss"
         device = build.place.device
         zeros = torch.zeros(experts, dtype=torch.float32, device=device)
@@ -94,6 +93,7 @@ class Router(SpreadModule):
     def end_step(self, rows: Tensor) -> None:
         """rows: int64 [E], how many each expert got in the step, on all ranks together."""
         if self.expert_bias is not None:
+            # by its sign only, as in the paper: the step does not depend on how many tokens there are
             counts = rows.to(self.expert_bias.dtype)
             self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=self.bias_rate)
         if self.rows_of_last_step is not None:
@@ -103,6 +103,7 @@ class Router(SpreadModule):
         """x [T, h] of this rank's tokens."""
         weight = self.weight if self.group is None else sum_gradient(self.weight, self.group)
         dtype = torch.promote_types(x.dtype, torch.float32)
+        # scores in float32 under autocast, too: near ties would otherwise be decided by rounding
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 logits = F.linear(x.to(dtype), weight.to(dtype))
@@ -126,7 +127,10 @@ class Router(SpreadModule):
     def _chosen(self, scores: Tensor) -> Tensor:
         """[T, E] -> int64 [T, k]."""
         # in order of the scores alone: softmax keeps the order of logits
-        preference = scores if self.expert_bias is None else scores + self.expert_bias
+        if self.expert_bias is None:
+            preference = scores
+        else:
+            preference = scores + self.expert_bias
         if self.num_groups is not None and self.group_topk is not None:
             by_group = preference.unflatten(1, (self.num_groups, -1))
             group_scores = by_group.topk(min(2, by_group.shape[2]), dim=-1).values.sum(-1)

@@ -10,12 +10,14 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid")
 BALANCING_TYPES = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")
 
 
-ExpertFacts = Any  # a TransformerConfig, whose file imports this one
+# a TransformerConfig, whose file imports this one
+ExpertFacts = Any
 
 
 def moe_rules(config: ExpertFacts) -> Iterator[tuple[bool, str]]:
     """(holds, message) for every fact about experts."""
-    experts, top_k = config.num_moe_experts, config.moe_router_topk
+    experts = config.num_moe_experts
+    top_k = config.moe_router_topk
     if experts is None:
         yield (
             config.moe_shared_expert_intermediate_size is None,
@@ -78,7 +80,8 @@ def no_capacity(factor: float | None) -> tuple[bool, str]:
 
 
 def _group_rules(config: ExpertFacts, experts: int) -> Iterator[tuple[bool, str]]:
-    groups, best = config.moe_router_num_groups, config.moe_router_group_topk
+    groups = config.moe_router_num_groups
+    best = config.moe_router_group_topk
     yield (
         (groups is None) == (best is None),
         f"moe_router_num_groups={groups} and moe_router_group_topk={best} belong together; give both",

@@ -21,8 +21,10 @@ def blending_order(
 
     sizes: how many samples each has; one that is used up is left out.
     """
-    dataset_index, sample_index = np.empty(size, np.int16), np.empty(size, np.int64)
-    taken, unexhausted = [0] * len(weights), list(range(len(weights)))
+    dataset_index = np.empty(size, np.int16)
+    sample_index = np.empty(size, np.int64)
+    taken = [0] * len(weights)
+    unexhausted = list(range(len(weights)))
     for position in range(size):
         # the data set that is furthest behind its share goes next; of equal ones the first
         behind = [weights[dataset] * max(position, 1.0) - taken[dataset] for dataset in unexhausted]
@@ -85,12 +87,10 @@ class BlendedMegatronDatasetBuilder:
             raise ValueError(
                 f"{len(sizes)} sizes for {len(Split)} parts: train, valid, test; give None for an epoch"
             )
-        self.cls, self.sizes, self.is_built_on_rank, self.config = (
-            cls,
-            list(sizes),
-            is_built_on_rank,
-            config,
-        )
+        self.cls = cls
+        self.sizes = list(sizes)
+        self.is_built_on_rank = is_built_on_rank
+        self.config = config
 
     def build(self) -> list[GPTDataset | BlendedDataset | None]:
         """[train, valid, test]. Raises ValueError: weights without sizes, a split with too few tokens."""
@@ -109,7 +109,8 @@ class BlendedMegatronDatasetBuilder:
                 datasets.append(None)
                 continue
             bounds: list[tuple[float, float] | None] = [None] * len(Split)
-            bounds[split.value] = (0.0, 1.0)  # each split has files of its own
+            # each split has files of its own
+            bounds[split.value] = (0.0, 1.0)
             datasets.append(self._blended(*blend, bounds, self.sizes)[split.value])
         return datasets
 

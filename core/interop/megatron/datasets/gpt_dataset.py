@@ -16,8 +16,10 @@ from torch import Tensor
 from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
 from core.interop.megatron.datasets.utils import Split, split_bounds
 
-_MOCK_DOCUMENTS, _MOCK_MAX_LENGTH = 100_000, 4096
-_NEARLY_FULL_EPOCH = 0.8  # from this part on the last epoch is shuffled with the others
+_MOCK_DOCUMENTS = 100_000
+_MOCK_MAX_LENGTH = 4096
+# from this part on the last epoch is shuffled with the others
+_NEARLY_FULL_EPOCH = 0.8
 
 
 @dataclass
@@ -74,7 +76,8 @@ class MockDocuments:
     """100,000 documents of 1 to 4,095 tokens that count up, each ending in the end of text."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._vocab, self._end = tokenizer.vocab_size, tokenizer.eod
+        self._vocab = tokenizer.vocab_size
+        self._end = tokenizer.eod
         lengths = np.random.default_rng(seed=0).integers(
             1, _MOCK_MAX_LENGTH, _MOCK_DOCUMENTS, dtype=np.int32
         )
@@ -103,8 +106,11 @@ class GPTDataset(torch.utils.data.Dataset):
         index_split: Split,
         config: GPTDatasetConfig,
     ) -> None:
-        self.source, self.documents, self.num_samples = source, documents, num_samples
-        self.index_split, self.config = index_split, config
+        self.source = source
+        self.documents = documents
+        self.num_samples = num_samples
+        self.index_split = index_split
+        self.config = config
         self.pad = getattr(config.tokenizer, "pad", -1)
         if len(self) < 1:
             raise ValueError(
@@ -126,9 +132,8 @@ class GPTDataset(torch.utils.data.Dataset):
     def _epochs(self) -> int:
         if self.num_samples is None:
             return 1
-        needed_tokens = (
-            self.num_samples * self.config.sequence_length + 1
-        )  # one more for the last label
+        # one more for the last label
+        needed_tokens = self.num_samples * self.config.sequence_length + 1
         return max(1, -(-needed_tokens // max(1, self._tokens_per_epoch)))
 
     def _samples_in(self, epochs: int) -> int:
@@ -162,7 +167,8 @@ class GPTDataset(torch.utils.data.Dataset):
         starts = np.concatenate([[0], np.cumsum(lengths)])
 
         # samples, likewise
-        joint_samples, count = self._samples_in(joint_epochs), len(self)
+        joint_samples = self._samples_in(joint_epochs)
+        count = len(self)
         dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
         samples = shuffled(np.arange(joint_samples, dtype=dtype))
         last_epoch = shuffled(np.arange(joint_samples, count, dtype=dtype))
@@ -174,16 +180,16 @@ class GPTDataset(torch.utils.data.Dataset):
         documents, starts, samples = self._order
         position = int(samples[idx]) * self.config.sequence_length
         stop = position + self.config.sequence_length + 1
-        number = (
-            int(np.searchsorted(starts, position, side="right")) - 1
-        )  # the document of the first token
+        # the document of the first token
+        number = int(np.searchsorted(starts, position, side="right")) - 1
         pieces = []
         while position < stop:
             end = min(stop, int(starts[number + 1]))
             if end > position:
                 offset = position - int(starts[number])
                 pieces.append(self.source.get(int(documents[number]), offset, end - position))
-            position, number = end, number + 1
+            position = end
+            number = number + 1
         return torch.from_numpy(np.concatenate(pieces).astype(np.int64))
 
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
@@ -195,7 +201,8 @@ class GPTDataset(torch.utils.data.Dataset):
         else:
             number = range(len(self))[idx]
         text = self._text(number)
-        tokens, labels = text[:-1].contiguous(), text[1:].contiguous()
+        tokens = text[:-1].contiguous()
+        labels = text[1:].contiguous()
         masks = masks_and_positions(
             tokens,
             config.tokenizer.eod,
@@ -228,8 +235,10 @@ def masks_and_positions(
     """
     s = tokens.numel()
     ends = tokens == eod
-    document = torch.cumsum(ends, 0) - ends.long()  # the end belongs to its document
-    positions, loss_mask = torch.arange(s), torch.ones(s)
+    # the end belongs to its document
+    document = torch.cumsum(ends, 0) - ends.long()
+    positions = torch.arange(s)
+    loss_mask = torch.ones(s)
     masks = {"loss_mask": loss_mask}
     if eod_mask_loss:
         loss_mask[ends] = 0.0

@@ -41,7 +41,8 @@ class IndexedDataset(torch.utils.data.Dataset):
         self._starts = np.concatenate([[0], np.cumsum(self._file.sequence_lengths, dtype=np.int64)])
 
     def __reduce__(self) -> Any:
-        return type(self), (self.path_prefix,)  # a worker of a DataLoader maps the files itself
+        # a worker of a DataLoader maps the files itself
+        return type(self), (self.path_prefix,)
 
     def __len__(self) -> int:
         return self._file.num_sequences
@@ -58,7 +59,8 @@ class IndexedDataset(torch.utils.data.Dataset):
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """`length` tokens of sequence `idx` from `offset`, to its end by default."""
         idx = range(len(self))[idx]
-        start, end = int(self._starts[idx]), int(self._starts[idx + 1])
+        start = int(self._starts[idx])
+        end = int(self._starts[idx + 1])
         stop = end if length is None else start + offset + length
         if not start <= start + offset <= stop <= end:
             raise ValueError(
@@ -99,7 +101,8 @@ class IndexedDatasetBuilder:
         if not bin_path.endswith(".bin"):
             raise ValueError(f"{bin_path!r} must end in .bin; use get_bin_path(prefix)")
         self._prefix = bin_path.removesuffix(".bin")
-        self._open_sequences = 0  # of the document that is being written
+        # of the document that is being written
+        self._open_sequences = 0
         largest = int(np.iinfo(np.dtype(dtype)).max)
         self._writer = TokenFileWriter(
             self._prefix, vocab_size=largest + 1, dtype=dtype

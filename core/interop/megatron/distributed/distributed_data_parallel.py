@@ -53,9 +53,14 @@ class DistributedDataParallel(nn.Module):
         self, config: Any, ddp_config: DistributedDataParallelConfig, module: nn.Module, **more: Any
     ) -> None:
         super().__init__()
-        self.module, self.config, self.ddp_config = module, config, ddp_config
+        self.module = module
+        self.config = config
+        self.ddp_config = ddp_config
         module_state = getattr(module, "parallel", None)
-        self.parallel = module_state if isinstance(module_state, ParallelState) else current_state()
+        if isinstance(module_state, ParallelState):
+            self.parallel = module_state
+        else:
+            self.parallel = current_state()
         for part in module.modules():
             if isinstance(part, Experts):
                 part.edp_is_summed = True

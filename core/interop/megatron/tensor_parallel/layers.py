@@ -13,7 +13,8 @@ from core.parallel_state.layout import true_part
 from core.tensor_parallel import Placement
 
 InitMethod = Callable[[Tensor], Any]
-DEFAULT_STRIDE = ("stride", 1)  # one block of rows per rank, as our layouts have it
+# one block of rows per rank, as our layouts have it
+DEFAULT_STRIDE = ("stride", 1)
 
 
 def _placement(config: Any, tp_group: Any) -> Placement:
@@ -36,7 +37,8 @@ def _draw(layer: Any, init_method: InitMethod | None) -> None:
         raise ValueError(
             "a layer of its own needs init_method, such as torch.nn.init.xavier_normal_"
         )
-    ps, weight = current_state(), layer.weight
+    ps = current_state()
+    weight = layer.weight
     layout = layout_of(weight)
     full_weight = torch.empty(layout.shape, dtype=weight.dtype)
     # every rank draws the same full weight, and keeps its rows or columns: equal for every number of tensor ranks
@@ -69,7 +71,8 @@ def _output_and_bias(
     bias = layer.bias
     if not layer.skip_bias_add or bias is None:
         return run(x), None
-    layer._parameters["bias"] = None  # so that the layer does not add it
+    # so that the layer does not add it
+    layer._parameters["bias"] = None
     try:
         return run(x), bias
     finally:
@@ -129,11 +132,9 @@ class RowParallelLinear(ours.RowParallelLinear):
         placement = _placement(config, tp_group)
         super().__init__(input_size, output_size, place=placement, bias=bias, init=Init(std=0.02))
         _draw(self, init_method)
-        self.skip_bias_add, self.input_is_parallel, self.group = (
-            skip_bias_add,
-            input_is_parallel,
-            placement.group,
-        )
+        self.skip_bias_add = skip_bias_add
+        self.input_is_parallel = input_is_parallel
+        self.group = placement.group
 
     def forward(self, x: Tensor) -> Any:
         if not self.input_is_parallel:

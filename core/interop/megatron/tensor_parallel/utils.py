@@ -17,7 +17,8 @@ def broadcast_data(
     Raises ValueError, on every rank: a tensor of another dtype.
     """
     ps = current_state()
-    group, device = ps.group("tp"), ps.device
+    group = ps.group("tp")
+    device = ps.device
     local_shapes = None
     if data is not None:
         local_shapes = {key: (tuple(data[key].shape), str(data[key].dtype)) for key in keys}

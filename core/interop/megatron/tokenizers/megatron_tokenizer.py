@@ -10,7 +10,9 @@ class NullTokenizer:
     """Text is numbers with spaces between; the last number is the end of text."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.eod, self.pad = vocab_size, vocab_size - 1, -1
+        self.vocab_size = vocab_size
+        self.eod = vocab_size - 1
+        self.pad = -1
 
     def tokenize(self, text: str) -> list[int]:
         """ "3 1 2" -> [3, 1, 2]."""
@@ -26,7 +28,9 @@ class MegatronTokenizer:
 
     def __init__(self, tokenizer: AnyTokenizer) -> None:
         self.inner = tokenizer
-        self.vocab_size, self.eod, self.pad = tokenizer.vocab_size, tokenizer.end_of_text, -1
+        self.vocab_size = tokenizer.vocab_size
+        self.eod = tokenizer.end_of_text
+        self.pad = -1
 
     @staticmethod
     def from_pretrained(

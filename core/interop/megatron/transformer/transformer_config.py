@@ -8,7 +8,8 @@ import torch
 from core.parallel_state import current_state, model_parallel_is_initialized
 from core.transformer.transformer_config import TransformerConfig as ModelConfig
 
-_REFUSED_BY_THE_MODEL = ("moe_expert_capacity_factor",)  # in words of its own
+# in words of its own
+_REFUSED_BY_THE_MODEL = ("moe_expert_capacity_factor",)
 _MODEL_FIELDS = frozenset(field.name for field in fields(ModelConfig)).union(_REFUSED_BY_THE_MODEL)
 _SIZES = {
     "tensor_model_parallel_size": "tp",

@@ -14,7 +14,8 @@ class Mixtral(LlamaLike):
 
     def config(self, facts: Facts) -> dict[str, Any]:
         """The arguments of TransformerConfig."""
-        facts.get("router_aux_loss_coef")  # of a loss that is added with output_router_logits only
+        # of a loss that is added with output_router_logits only
+        facts.get("router_aux_loss_coef")
         return super().config(facts) | {
             "num_moe_experts": facts.get("num_local_experts", 8),
             "moe_router_topk": facts.get("num_experts_per_tok", 2),
@@ -50,21 +51,21 @@ class Qwen3Moe(LlamaLike):
             "num_moe_experts": experts,
             "moe_router_topk": facts.get("num_experts_per_tok", 8),
             "moe_ffn_hidden_size": facts.get("moe_intermediate_size", 768),
+            # softmax over all, then divided by the sum of the chosen, is softmax over the chosen
             "moe_router_pre_softmax": not facts.get("norm_topk_prob", False),
             "moe_layer_freq": self._frequency(facts),
         }
 
     def _frequency(self, facts: Facts) -> tuple[int, ...]:
-        step, dense = facts.get("decoder_sparse_step", 1), facts.get("mlp_only_layers") or []
+        step = facts.get("decoder_sparse_step", 1)
+        dense = facts.get("mlp_only_layers") or []
         layers = range(facts["num_hidden_layers"])
         return tuple(int(layer not in dense and (layer + 1) % step == 0) for layer in layers)
 
     def windows(self, facts: Facts) -> Windows:
         """One window for all layers, where `use_sliding_window` says that it counts."""
-        slides, window = (
-            facts.get("use_sliding_window", False),
-            facts.get("sliding_window", self.sliding_window),
-        )
+        slides = facts.get("use_sliding_window", False)
+        window = facts.get("sliding_window", self.sliding_window)
         if slides and window is not None:
             return (window,) * facts["num_hidden_layers"]
         return None
@@ -91,6 +92,7 @@ class Qwen3Moe(LlamaLike):
             "num_experts_per_tok": config.moe_router_topk,
             "moe_intermediate_size": config.moe_ffn,
             "norm_topk_prob": not config.moe_router_pre_softmax,
+            # every layer has experts, but for those that are named below
             "decoder_sparse_step": 1,
             "mlp_only_layers": [
                 layer for layer in range(config.num_layers) if not config.has_experts(layer)
@@ -104,13 +106,13 @@ class Glm4Moe(LlamaLike):
 
     def config(self, facts: Facts) -> dict[str, Any]:
         """The arguments of TransformerConfig."""
-        dense, layers = facts.get("first_k_dense_replace", 1), facts["num_hidden_layers"]
+        dense = facts.get("first_k_dense_replace", 1)
+        layers = facts["num_hidden_layers"]
         width = facts.get("moe_intermediate_size", 1408)
-        groups, best = facts.get("n_group", 1), facts.get("topk_group", 1)
-        for name in (
-            "num_nextn_predict_layers",
-            "num_mtp_layers",
-        ):  # parts that predict more tokens: not of the model
+        groups = facts.get("n_group", 1)
+        best = facts.get("topk_group", 1)
+        # parts that predict more tokens: not of the model
+        for name in ("num_nextn_predict_layers", "num_mtp_layers"):
             facts.get(name)
         return super().config(facts) | {
             "add_bias_linear": False,
@@ -124,6 +126,7 @@ class Glm4Moe(LlamaLike):
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
             "moe_router_topk_scaling_factor": float(facts.get("routed_scaling_factor", 1.0)),
+            # one group of all experts is no restriction
             "moe_router_num_groups": groups if groups > 1 else None,
             "moe_router_group_topk": best if groups > 1 else None,
         }
@@ -135,13 +138,15 @@ class Glm4Moe(LlamaLike):
     def rules(self, facts: Facts) -> Rules:
         """Those of Llama's relatives, and of the router."""
         yield from super().rules(facts)
-        divided, chosen = facts.get("norm_topk_prob", True), facts.get("num_experts_per_tok", 8)
+        divided = facts.get("norm_topk_prob", True)
+        chosen = facts.get("num_experts_per_tok", 8)
         yield (
             bool(divided) == (chosen > 1),
             f"norm_topk_prob={divided} with num_experts_per_tok={chosen}: weights of several experts are divided by "
             f"their sum here, that of 1 is not; set norm_topk_prob={chosen > 1}",
         )
-        groups, best = facts.get("n_group", 1), facts.get("topk_group", 1)
+        groups = facts.get("n_group", 1)
+        best = facts.get("topk_group", 1)
         experts = facts.get("n_routed_experts") or facts.get("num_local_experts", 128)
         left = best * experts // groups
         yield (
@@ -149,7 +154,8 @@ class Glm4Moe(LlamaLike):
             f"num_experts_per_tok={chosen}, but topk_group={best} of n_group={groups} groups leave {left} of "
             f"{experts} experts; use fewer experts, or more groups of them",
         )
-        dense, layers = facts.get("first_k_dense_replace", 1), facts["num_hidden_layers"]
+        dense = facts.get("first_k_dense_replace", 1)
+        layers = facts["num_hidden_layers"]
         yield (
             0 <= dense < layers,
             f"first_k_dense_replace={dense} of num_hidden_layers={layers} leaves no layer with experts; such a model "

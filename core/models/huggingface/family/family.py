@@ -12,7 +12,8 @@ from core.transformer.spec import TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
 
 Fields = dict[str, Any]  # of a `config.json`
-Rules = Iterator[tuple[bool, str]]  # (whether it holds, what is said where it does not)
+# (whether it holds, what is said where it does not)
+Rules = Iterator[tuple[bool, str]]
 
 # their names of activations -> ours; the first of several is the one that is written
 ACTIVATIONS = {
@@ -64,7 +65,8 @@ def activation_name(config: TransformerConfig) -> str:
 
 def one_dropout(facts: Facts, default: float = 0.0) -> Rules:
     """One hidden_dropout serves the embedding and the residual stream."""
-    embedding, residual = facts.get("embd_pdrop", default), facts.get("resid_pdrop", default)
+    embedding = facts.get("embd_pdrop", default)
+    residual = facts.get("resid_pdrop", default)
     yield (
         embedding == residual,
         f"embd_pdrop={embedding} with resid_pdrop={residual} is not supported: one hidden_dropout serves "

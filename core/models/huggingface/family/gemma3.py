@@ -16,8 +16,10 @@ from core.models.huggingface.family.rope import (
 )
 from core.transformer.transformer_config import RotaryConfig, TransformerConfig
 
-_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
-_BASES = {_GLOBAL: 1_000_000.0, _LOCAL: 10_000.0}  # where a configuration does not say
+_GLOBAL = "full_attention"
+_LOCAL = "sliding_attention"
+# where a configuration does not say
+_BASES = {_GLOBAL: 1_000_000.0, _LOCAL: 10_000.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +61,10 @@ class Gemma3(LlamaLike):
 
     def layer_types(self, facts: Facts) -> list[str]:
         """Where they are not said, every sixth layer is global, or as `sliding_window_pattern` says."""
-        by_layer, pattern = facts.get("layer_types"), facts.get("sliding_window_pattern", 6)
-        facts.get("_sliding_window_pattern")  # written beside layer_types, read by nobody
+        by_layer = facts.get("layer_types")
+        pattern = facts.get("sliding_window_pattern", 6)
+        # written beside layer_types, read by nobody
+        facts.get("_sliding_window_pattern")
         if by_layer is not None:
             return list(by_layer)
         return [
@@ -83,19 +87,16 @@ class Gemma3(LlamaLike):
 
     def rotary_rules(self, facts: Facts) -> Rules:
         """Both kinds have a scaling that is known, and are said once."""
-        today, older = facts.get("rope_parameters") or {}, facts.get("rope_scaling")
+        today = facts.get("rope_parameters") or {}
+        older = facts.get("rope_scaling")
+        # a configuration object of transformers has both names for one
         yield (
-            not (today and older)
-            or today == older,  # a configuration object has both names for one
+            not (today and older) or today == older,
             f"rope_parameters={today} and rope_scaling={older} contradict each other; leave one out",
         )
+        known = [today[name] for name in _BASES if today.get(name) is not None]
         yield (
-            all(
-                isinstance(rope, Mapping)
-                for name, rope in today.items()
-                if name in _BASES and rope is not None
-            )
-            and today.keys() <= _BASES.keys(),
+            all(isinstance(rope, Mapping) for rope in known) and today.keys() <= _BASES.keys(),
             f"rope_parameters={today} is of one kind of layers; give those of {_GLOBAL} and of {_LOCAL}",
         )
         if today.keys() <= _BASES.keys():
@@ -110,7 +111,10 @@ class Gemma3(LlamaLike):
     def fields(self, model: HuggingFaceModel) -> Fields:
         """What the family would say of a model of ours."""
         config = model.config
-        scale = config.softmax_scale if config.softmax_scale is not None else config.head_size**-0.5
+        if config.softmax_scale is not None:
+            scale = config.softmax_scale
+        else:
+            scale = config.head_size**-0.5
         return super().fields(model) | {"query_pre_attn_scalar": whole(scale**-2)}
 
     def window_fields(self, windows: Windows) -> Fields:
@@ -122,10 +126,9 @@ class Gemma3(LlamaLike):
 
     def rotary_fields(self, config: TransformerConfig) -> Fields:
         """In the older form, which every version of transformers reads: local layers are never scaled there."""
-        windows, per_layer = (
-            config.windows or (None,) * config.num_layers,
-            config.rotary_per_layer or (),
-        )
+        windows = config.windows or (None,) * config.num_layers
+        per_layer = config.rotary_per_layer or ()
+        # a kind that no layer is of keeps its default
         of_kind = {kind: RotaryConfig(base=base) for kind, base in _BASES.items()}
         for window, rotary in zip(windows, per_layer, strict=False):
             if rotary is not None:
@@ -139,7 +142,8 @@ class Gemma3(LlamaLike):
 
 def _ropes(facts: Facts) -> dict[str, Mapping[str, Any]]:
     """Kind of layer -> its parameters, of today's form or of the older one."""
-    today, older = facts.get("rope_parameters") or {}, facts.get("rope_scaling") or {}
+    today = facts.get("rope_parameters") or {}
+    older = facts.get("rope_scaling") or {}
     bases = {
         _GLOBAL: facts.get("rope_theta", _BASES[_GLOBAL]),
         _LOCAL: facts.get("rope_local_base_freq", _BASES[_LOCAL]),

@@ -17,10 +17,8 @@ from core.transformer.transformer_config import TransformerConfig
 
 def gpt2_rules(facts: Facts) -> Rules:
     """What GPT-2's configuration may say that is not here."""
-    scaled, by_layer = (
-        facts.get("scale_attn_weights", True),
-        facts.get("scale_attn_by_inverse_layer_idx", False),
-    )
+    scaled = facts.get("scale_attn_weights", True)
+    by_layer = facts.get("scale_attn_by_inverse_layer_idx", False)
     yield (
         scaled,
         f"scale_attn_weights={scaled} is not supported: scores are scaled by 1/sqrt(head size); use True",

@@ -82,7 +82,8 @@ class LlamaLike:
 
     def config(self, facts: Facts) -> dict[str, Any]:
         """The arguments of TransformerConfig."""
-        hidden, heads = facts["hidden_size"], facts["num_attention_heads"]
+        hidden = facts["hidden_size"]
+        heads = facts["num_attention_heads"]
         activation = facts.get(self.activation_field, self.activation)
         return {
             "num_layers": facts["num_hidden_layers"],
@@ -90,6 +91,7 @@ class LlamaLike:
             "num_attention_heads": heads,
             "num_query_groups": facts.get("num_key_value_heads", self.groups) or heads,
             "ffn_hidden_size": facts["intermediate_size"],
+            # head_dim may be null in config.json, which means the same as absent
             "kv_channels": facts.get("head_dim", self.head_size) or hidden // heads,
             "normalization": "RMSNorm",
             "layernorm_epsilon": facts.get("rms_norm_eps", self.epsilon),
@@ -118,7 +120,9 @@ class LlamaLike:
         yield from rotary_rules(facts)
         ropes = [facts.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
         supported = all(rope_kind(rope) in SCALINGS for rope in ropes)
-        percent = one_rotary(facts, self.rope_theta).percent if supported else 1.0
+        percent = 1.0
+        if supported:
+            percent = one_rotary(facts, self.rope_theta).percent
         yield (
             self.partial_rotary or percent == 1.0,
             f"partial_rotary_factor={percent} is not this family's; remove it",
@@ -139,9 +143,12 @@ class LlamaLike:
                 not (slides and facts.get("use_sliding_window") is False),
                 "use_sliding_window=False contradicts layer_types, which names sliding_attention; change one of them",
             )
+        # TransformerConfig has one add_bias_linear for all of them
         attention, mlp = self._biases(facts)
         flags = f"attention_bias={attention}" + (f" with mlp_bias={mlp}" if self.mlp_bias else "")
-        remedy = "both True or both False" if self.mlp_bias else "attention_bias=False"
+        remedy = "attention_bias=False"
+        if self.mlp_bias:
+            remedy = "both True or both False"
         yield (
             attention == mlp,
             f"{flags} is not supported: here all linear layers of attention and MLP have a bias, or none has; "
@@ -159,22 +166,23 @@ class LlamaLike:
         """How many tokens a token sees in each layer; see `TransformerConfig.windows`."""
         if self.window == "never":
             return None
-        layers, window = (
-            facts["num_hidden_layers"],
-            facts.get("sliding_window", self.sliding_window),
-        )
+        layers = facts["num_hidden_layers"]
+        window = facts.get("sliding_window", self.sliding_window)
         if self.window == "always":
             if window is not None:
                 return (window,) * layers
             return None
-        slides, kinds = bool(facts.get("use_sliding_window", False)), self.layer_types(facts)
+        slides = bool(facts.get("use_sliding_window", False))
+        kinds = self.layer_types(facts)
         if not slides or window is None:
             return None
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
     def layer_types(self, facts: Facts) -> list[str]:
         """Of each layer "sliding_attention" or "full_attention", where a window is by layer."""
-        by_layer, first = facts.get("layer_types"), facts.get("max_window_layers", 28)
+        by_layer = facts.get("layer_types")
+        # as transformers' Qwen2Config: its default, and the first layers see everything
+        first = facts.get("max_window_layers", 28)
         if by_layer is not None:
             return list(by_layer)
         layers = facts["num_hidden_layers"]
@@ -184,7 +192,8 @@ class LlamaLike:
 
     def fields(self, model: HuggingFaceModel) -> Fields:
         """What the family would say of a model of ours."""
-        config, biased = model.config, model.config.add_bias_linear
+        config = model.config
+        biased = model.config.add_bias_linear
         fields = {
             "num_hidden_layers": config.num_layers,
             "hidden_size": config.hidden_size,

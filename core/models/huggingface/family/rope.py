@@ -39,16 +39,15 @@ def one_rotary(facts: Facts, base: float) -> RotaryConfig:
     """Of a model whose layers all rotate alike; `base` is the family's own."""
     today = facts.get("rope_parameters") or {}
     rope = {**(facts.get("rope_scaling") or {}), **today}
-    older_base, older_percent = (
-        facts.get("rope_theta", base),
-        facts.get("partial_rotary_factor", 1.0),
-    )
+    older_base = facts.get("rope_theta", base)
+    older_percent = facts.get("partial_rotary_factor", 1.0)
     return rotary_config(rope, older_base, older_percent, facts)
 
 
 def rotary_rules(facts: Facts) -> Rules:
     """One set of parameters, of a scaling that is known."""
-    today, older = facts.get("rope_parameters") or {}, facts.get("rope_scaling") or {}
+    today = facts.get("rope_parameters") or {}
+    older = facts.get("rope_scaling") or {}
     yield (
         not (today and older) or today == older,
         f"rope_parameters={today} and rope_scaling={older} contradict each other; leave one out",

@@ -23,7 +23,8 @@ class SmolLM3(LlamaLike):
         return {"rotary_per_layer": tuple(rotary if one else None for one in rotates)}
 
     def _rotates(self, facts: Facts) -> list[bool]:
-        layers, interval = facts["num_hidden_layers"], facts.get("no_rope_layer_interval", 4)
+        layers = facts["num_hidden_layers"]
+        interval = facts.get("no_rope_layer_interval", 4)
         said = facts.get("no_rope_layers")
         if said is None:
             return [(number + 1) % interval != 0 for number in range(layers)]
@@ -32,7 +33,8 @@ class SmolLM3(LlamaLike):
     def rules(self, facts: Facts) -> Rules:
         """Those of Llama's relatives, and a fact for each layer."""
         yield from super().rules(facts)
-        said, layers = facts.get("no_rope_layers"), facts["num_hidden_layers"]
+        said = facts.get("no_rope_layers")
+        layers = facts["num_hidden_layers"]
         yield (
             said is None or len(said) >= layers,
             f"no_rope_layers names {len(said or ())} layers, num_hidden_layers={layers}; give one for each",
@@ -40,9 +42,8 @@ class SmolLM3(LlamaLike):
 
     def layer_types(self, facts: Facts) -> list[str]:
         """Where they are not said, the layers that do not rotate have the window."""
-        facts.get(
-            "max_window_layers"
-        )  # of Qwen2's configuration, whose name its files carry; no code reads it
+        # of Qwen2's configuration, whose name its files carry; no code reads it
+        facts.get("max_window_layers")
         by_layer = facts.get("layer_types")
         if by_layer is not None:
             return list(by_layer)

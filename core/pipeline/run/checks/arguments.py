@@ -1,5 +1,6 @@
 """The arguments of a `Pipeline`: which schedule, which placement, which recomputation; refused where they clash."""
 
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,32 @@ ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 POLICIES = ("none", "selective", "layer", "stage")
 
 
+def agree(ps: ParallelState, arguments: list[str], problem: Exception | None = None) -> str:
+    """Raise on every rank what one rank found wrong, or that ranks differ. All-gather over the world.
+
+    Returns a name of this pipeline that all ranks share.
+    """
+    text = ""
+    if problem is not None:
+        text = f"{type(problem).__name__}: {problem}"
+    per_rank = all_gather_objects((arguments, text, uuid.uuid4().hex), ps.world)
+    # only now: the other ranks wait in the gather, and learn of it there
+    if problem is not None:
+        raise problem
+    expected, _, shared_name = per_rank[0]
+    for rank, (rank_arguments, rank_problem, _) in enumerate(per_rank):
+        if rank_problem:
+            raise ValueError(f"rank {rank} cannot build its part of the pipeline: {rank_problem}")
+        if rank_arguments != expected:
+            pairs = zip(expected, rank_arguments, strict=True)
+            first, other = next((a, b) for a, b in pairs if a != b)
+            raise ValueError(
+                f"ranks 0 and {rank} were given different schedules:\nrank 0: {first}\nrank {rank}: {other}\n"
+                "give every rank the same schedule, num_microbatches and recompute"
+            )
+    return shared_name
+
+
 def describe_arguments(
     schedule: ScheduleLike, microbatches: int, recompute: str | Sequence[Any], keeps: str
 ) -> list[str]:
@@ -24,7 +51,9 @@ def describe_arguments(
     if isinstance(schedule, Schedule):
         schedule_text = schedule.text()
     else:
-        schedule_text = schedule if isinstance(schedule, str) else "a function"
+        schedule_text = "a function"
+        if isinstance(schedule, str):
+            schedule_text = schedule
     asked = [
         f"schedule {schedule_text}",
         f"num_microbatches={microbatches}",
@@ -57,13 +86,18 @@ def resolve_schedule(
 
     # what this rank was given must be what the schedule places here
     local_stages = resolved.stages_of(ps.index("pp"))
-    given_stages = tuple(modules) if isinstance(stages, Mapping) else local_stages
+    if isinstance(stages, Mapping):
+        given_stages = tuple(modules)
+    else:
+        given_stages = local_stages
     if (
         resolved.ranks != ps.size("pp")
         or len(modules) != len(local_stages)
         or given_stages != local_stages
     ):
-        numbers = f" for stages {given_stages}" if given_stages != local_stages else ""
+        numbers = ""
+        if given_stages != local_stages:
+            numbers = f" for stages {given_stages}"
         raise ValueError(
             f"schedule {resolved.name!r} places {resolved.stages} stages on {resolved.ranks} ranks as "
             f"{resolved.placement}: pipeline rank {ps.index('pp')} of {ps.size('pp')} holds stages {local_stages}, "
@@ -110,7 +144,9 @@ def recompute_policies(recompute: str | Sequence[Any], stages: int) -> list[Any]
         )
     for policy in policies:
         if isinstance(policy, str) and policy not in POLICIES:
-            hint = "; Megatron's 'full' is 'layer' here" if policy == "full" else ""
+            hint = ""
+            if policy == "full":
+                hint = "; Megatron's 'full' is 'layer' here"
             raise ValueError(
                 f"recompute={policy!r} is none of the {len(POLICIES)} policies {', '.join(POLICIES)}, nor a list of "
                 f"names or classes of modules{hint}"
@@ -124,7 +160,9 @@ def refuse_nested_recompute(stage: int, module: nn.Module, policy: Any, schedule
     recomputes_regions = policy not in ("none", "stage")
     recomputes_stage = policy == "stage" or any(index == stage for index, _ in schedule.recomputed)
     if recomputes_stage and (recomputes_regions or has_regions(module)):
-        cause = f"recompute={policy!r}" if recomputes_regions else "apply_recompute"
+        cause = "apply_recompute"
+        if recomputes_regions:
+            cause = f"recompute={policy!r}"
         raise ValueError(
             f"stage {stage} is recomputed as a whole (an R of schedule {schedule.name!r}, or recompute='stage') and "
             f"in regions inside ({cause}), which would run 3 times; use one of the two"
@@ -139,3 +177,12 @@ def refuse_main_grad(modules: Sequence[nn.Module]) -> None:
                 "the model's parameters have a main_grad but grad_sync is None: nobody would sum their gradients "
                 "over the replicas; pass the grad_sync that made them"
             )
+
+
+def refuse_other_kinds(modules: Sequence[Any]) -> None:
+    """Raise ValueError: a stage that is no `nn.Module`."""
+    others = [type(module).__name__ for module in modules if not isinstance(module, nn.Module)]
+    if others:
+        raise ValueError(
+            f"{len(others)} of {len(modules)} stages are no nn.Module but a {others[0]}; wrap it in one"
+        )

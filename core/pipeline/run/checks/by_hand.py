@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.state import ParallelState
 
-READ_EVERY = 64  # steps between two looks at an accelerator's numbers: each look waits for it
+# steps between two looks at an accelerator's numbers: each look waits for it
+READ_EVERY = 64
 
 
 class StageArithmetic:
@@ -23,7 +24,8 @@ class StageArithmetic:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._parameters = [p for module in modules for p in module.parameters()]
-        self._reduced_ids: set[int] = set()  # of parameters whose gradients were reduced
+        # of parameters whose gradients were reduced
+        self._reduced_ids: set[int] = set()
         self._warned_of: set[str] = set()
         self._by_hand = ByHand(self._hear, gradients=True, numbers=True)
 
@@ -73,16 +75,19 @@ class UpdateWatch:
     """
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._ps, self._modules, self._has_warned = ps, modules, False
-        self._versions: list[int] | None = (
-            None  # of the trainable parameters, when the last step ended
-        )
-        self._step, self._sums = 0, torch.zeros(2, dtype=torch.float64, device=ps.device)
+        self._ps = ps
+        self._modules = modules
+        self._has_warned = False
+        # of the trainable parameters, when the last step ended
+        self._versions: list[int] | None = None
+        self._step = 0
+        self._sums = torch.zeros(2, dtype=torch.float64, device=ps.device)
         self._differed = torch.zeros((), dtype=torch.bool, device=ps.device)
 
     def with_numbers(self, total: Tensor) -> Tensor:
         """float64 [n] -> [n + 2], to be summed over all ranks: whose weights were updated, whose could have been."""
-        before, self._versions = self._versions, [p._version for p in self._trainable()]
+        before = self._versions
+        self._versions = [p._version for p in self._trainable()]
         numbers = torch.zeros_like(self._sums)
         if before and len(before) == len(self._versions):
             numbers[0].fill_(float(before != self._versions))

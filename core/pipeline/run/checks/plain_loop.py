@@ -22,13 +22,16 @@ from core.pipeline.run.checks.by_hand import StageArithmetic, UpdateWatch
 
 SAMPLED_GRADIENTS = 4  # per rank, the smallest ones
 SAMPLED_ELEMENTS = 2  # of each, the largest ones
-UNIFORM = 1e-4  # relative: elements scaled by one factor differ by rounding only
-DIFFERENT = 0.01  # relative: ranks whose factors differ by more clipped by different norms
+# relative: elements scaled by one factor differ by rounding only
+UNIFORM = 1e-4
+# relative: ranks whose factors differ by more clipped by different norms
+DIFFERENT = 0.01
 
 
 def is_watched_step(steps: int) -> bool:
     """Steps 1, 2, 4, 8 ...: checks cost a collective, mistakes of a loop show early."""
-    return steps > 0 and not steps & (steps - 1)  # a power of two has one bit, which minus 1 clears
+    # a power of two has one bit, which minus 1 clears
+    return steps > 0 and not steps & (steps - 1)
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
@@ -82,12 +85,14 @@ class ScaleWatch:
     """
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._ps, self._modules, self._steps = ps, modules, 0
+        self._ps = ps
+        self._modules = modules
+        self._steps = 0
         self._samples: list[SampledElements] = []
-        self._factor: Tensor | None = (
-            None  # [1]: of this rank's gradients, NaN if they have not one factor
-        )
-        weak_self = weakref.ref(self)  # torch's registry of hooks must not keep a pipeline alive
+        # [1]: of this rank's gradients, NaN if they have not one factor
+        self._factor: Tensor | None = None
+        # torch's registry of hooks must not keep a pipeline alive
+        weak_self = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             watch = weak_self()
@@ -105,7 +110,8 @@ class ScaleWatch:
         if is_watched_step(self._steps):
             self._compare_factors()
         self._steps += 1
-        self._samples, self._factor = [], None
+        self._samples = []
+        self._factor = None
         if not is_watched_step(self._steps):
             return False
         self._samples = SampledElements.of_smallest(dict.fromkeys(parameters_of(self._modules)))
@@ -115,7 +121,10 @@ class ScaleWatch:
         is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
         if not is_lbfgs and (not self._samples or self._factor is not None):
             return
-        optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        optimized_ids = set()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                optimized_ids.add(id(p))
         if is_lbfgs and any(id(p) in optimized_ids for p in parameters_of(self._modules)):
             raise ValueError(
                 f"LBFGS takes products over all parameters, and sees those of 1 of {self._ps.size('pp')} pipeline "
@@ -127,7 +136,8 @@ class ScaleWatch:
         if not factors:
             return
         all_factors = torch.cat(factors).double()
-        all_factors = all_factors[all_factors.isfinite()]  # a zero element has no factor
+        # a zero element has no factor
+        all_factors = all_factors[all_factors.isfinite()]
         if all_factors.numel():
             is_uniform = (all_factors - all_factors[0]).abs().max() <= UNIFORM * all_factors[
                 0
@@ -139,7 +149,8 @@ class ScaleWatch:
         if local_factor is None:
             local_factor = torch.full((1,), torch.nan, dtype=torch.float64)
         factors = all_gather(local_factor.to(self._ps.device), self._ps.world)
-        known = factors[factors.isfinite()]  # ranks without one factor sent NaN
+        # ranks without one factor sent NaN
+        known = factors[factors.isfinite()]
         if known.numel() and known.max() - known.min() > DIFFERENT * known.max():
             raise ValueError(
                 f"gradients were scaled by {known.min().item():.4g} on one rank and by {known.max().item():.4g} on "
@@ -152,11 +163,9 @@ class PlainLoopWatch:
     """Around a pipeline whose weights a loop of the user's updates: clipping, arithmetic by hand, skipped steps."""
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._scales, self.updates = (
-            modules,
-            ScaleWatch(ps, modules),
-            UpdateWatch(ps, modules),
-        )
+        self._modules = modules
+        self._scales = ScaleWatch(ps, modules)
+        self.updates = UpdateWatch(ps, modules)
         self._arithmetic = StageArithmetic(modules)
         self._arithmetic.open()
 
@@ -179,15 +188,21 @@ class BatchWatch:
     """
 
     def __init__(self, ps: ParallelState) -> None:
-        self._group, self._steps, self._has_warned = ps.group("pp"), 0, False
-        self._fingerprints: dict[str, list[Any]] | None = None  # name -> dtype, shape, checksum
+        self._group = ps.group("pp")
+        self._steps = 0
+        self._has_warned = False
+        # name -> dtype, shape, checksum
+        self._fingerprints: dict[str, list[Any]] | None = None
 
     def before_step(self, batch: Any) -> None:
         """Remember a fingerprint of every tensor that this rank was given."""
         self._steps += 1
         if self._group is None or self._has_warned or not is_watched_step(self._steps):
             return
-        leaves = pytree.tree_flatten_with_path(batch)[0] if batch is not None else []
+        if batch is not None:
+            leaves = pytree.tree_flatten_with_path(batch)[0]
+        else:
+            leaves = []
         self._fingerprints = {}
         for path, leaf in leaves:
             is_dense = (
@@ -238,12 +253,14 @@ class LossWatch:
     stages of the rank that computes the loss, and for no others."""
 
     def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._modules, self._has_warned = modules, False
+        self._modules = modules
+        self._has_warned = False
         self._by_hand = ByHand(self._hear) if ps.size("pp") > 1 else None
 
     def around(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """`loss_fn`, listened to; itself from the second step on."""
-        by_hand, self._by_hand = self._by_hand, None
+        by_hand = self._by_hand
+        self._by_hand = None
         if by_hand is None:
             return loss_fn
 

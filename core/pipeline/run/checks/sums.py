@@ -23,7 +23,8 @@ from core.pipeline.run.checks.plain_loop import (
 )
 from core.pipeline.run.step import StepResult
 
-ROUNDING = 1.01  # a gradient that was divided by its tokens is not above 1 / tokens by more
+# a gradient that was divided by its tokens is not above 1 / tokens by more
+ROUNDING = 1.01
 
 
 class SumsWatch:
@@ -46,15 +47,16 @@ class SumsWatch:
             self._replicas = ps.size("dp-cp")
         else:
             self._replicas = 1
-        self._modules, self._steps = modules, 0
+        self._modules = modules
+        self._steps = 0
         self._is_over = False  # told, or nothing to tell
         self._result: StepResult | None = None
         self._divisor: Tensor | float = 1.0  # loss scale
-        self._states: dict[
-            int, tuple[int, ...]
-        ] = {}  # id of a parameter -> of its gradient, as the step left it
+        # id of a parameter -> of its gradient, as the step left it
+        self._states: dict[int, tuple[int, ...]] = {}
         self._samples: list[SampledElements] = []
-        weak_self = weakref.ref(self)  # torch's registry of hooks must not keep an executor alive
+        # torch's registry of hooks must not keep an executor alive
+        weak_self = weakref.ref(self)
 
         def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (watch := weak_self()) is not None and watch._result is not None:
@@ -75,7 +77,8 @@ class SumsWatch:
             return result
         self._steps += 1
         if is_watched_step(self._steps):
-            self._result, self._divisor = result, loss_scale
+            self._result = result
+            self._divisor = loss_scale
             parameters = dict.fromkeys(parameters_of(self._modules))
             self._states = {id(parameter): _state_of(parameter) for parameter in parameters}
             if self._is_alone and not any(map(has_main_grad, parameters)):
@@ -83,23 +86,25 @@ class SumsWatch:
         return result
 
     def _forget(self) -> None:
-        self._result, self._states, self._samples = None, {}, []
+        self._result = None
+        self._states = {}
+        self._samples = []
 
     @torch.no_grad()
     def _look(
         self, optimizer: torch.optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        result, states = self._result, self._states
+        result = self._result
+        states = self._states
         assert result is not None
         takes_tokens = hasattr(optimizer, "shard")
-        given = kwargs.get(
-            "num_tokens", args[1] if len(args) > 1 else None
-        )  # args[0] is the optimizer
+        # args[0] is the optimizer
+        given = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)
         if takes_tokens and given is not None and not callable(given):
             return
-        parameters = [
-            p for group in optimizer.param_groups for p in group["params"] if id(p) in states
-        ]
+        parameters = []
+        for group in optimizer.param_groups:
+            parameters += [p for p in group["params"] if id(p) in states]
         with_gradient = [p for p in parameters if states[id(p)]]
         if not with_gradient:
             return
@@ -107,15 +112,15 @@ class SumsWatch:
         if is_changed and not self._only_clipped(result, {id(p) for p in parameters}):
             return
         num_tokens = float(result.num_tokens)
-        if (
-            not num_tokens / self._replicas * float(self._divisor) > ROUNDING
-        ):  # loss_scale=1 / tokens is a mean
+        # loss_scale=1 / tokens is a mean
+        if not num_tokens / self._replicas * float(self._divisor) > ROUNDING:
             return
         self.close()
         remedy = "divide p.grad by result.num_tokens before its step"
         silence = "return 1 / num_microbatches as its count"
         if takes_tokens:
-            remedy, silence = "call optimizer.step(result.num_tokens)", "call step(num_tokens=1)"
+            remedy = "call optimizer.step(result.num_tokens)"
+            silence = "call step(num_tokens=1)"
         warnings.warn(
             f"{type(optimizer).__name__}.step() updates by a sum of losses over {num_tokens:g} tokens, as the "
             f"executor's step left it: {num_tokens:g} times the gradient of the mean over 1. {remedy[0].upper()}"
@@ -131,7 +136,8 @@ class SumsWatch:
         if not factors:
             return False
         known = torch.cat(factors).double()
-        known = known[known.isfinite()]  # a zero element has no factor
+        # a zero element has no factor
+        known = known[known.isfinite()]
         if known.numel() < 2 or (known - known[0]).abs().max() > UNIFORM * known[0].abs():
             return False
         return bool(known[0] * result.num_tokens * self._divisor > ROUNDING)
@@ -139,7 +145,8 @@ class SumsWatch:
 
 def _state_of(parameter: nn.Parameter) -> tuple[int, ...]:
     """What is another after a program has put a gradient in, or has written into it; () without one."""
-    with torch._C.DisableTorchFunctionSubclass():  # values of a DataParallel's are not asked for
+    # values of a DataParallel's are not asked for
+    with torch._C.DisableTorchFunctionSubclass():
         gradient = parameter.grad
         if gradient is None:
             return ()

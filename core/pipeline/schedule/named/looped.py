@@ -29,9 +29,8 @@ def _three_phases(
     group: F takes chunk after chunk, `group` microbatches (default: ranks) of each; backward the chunks in reverse.
     """
     group = group or ranks
-    full_count = (
-        -(-microbatches // group) * group
-    )  # rounded up to full groups; what is too much is cut off below
+    # rounded up to full groups; what is too much is cut off below
+    full_count = -(-microbatches // group) * group
 
     def turns(rank: int, chunk_order: Sequence[int]) -> list[tuple[int, int]]:
         """(stage, microbatch) in the order in which a rank does one kind of action."""

@@ -22,9 +22,11 @@ POLICIES = (
     (Costs(I=1.1, W=0.9, comm=0.05), Policy(kinds="IFWR", pace=0.6, patience=0.5)),
     (Costs(I=1.2, W=0.8, comm=0.1), Policy(kinds="IFWR", pace=0.9)),
 )
-WEIGHT_PREFERENCE = 1e18  # W come after everything that the pattern names
+# W come after everything that the pattern names
+WEIGHT_PREFERENCE = 1e18
 MAX_ACTIONS = 100_000  # over all policies: about 1 s
-USUAL_COSTS = Costs(I=1.2, W=0.8, comm=0.1)  # as transformers on one node have them
+# as transformers on one node have them
+USUAL_COSTS = Costs(I=1.2, W=0.8, comm=0.1)
 NEARLY_BEST = 1.005
 
 
@@ -43,7 +45,9 @@ class _PatternScheduler(ListScheduler):
 
     def choose(self, rank: int, now: float) -> tuple[float, tuple[int, int, int] | None]:
         """As the base's, by another order."""
-        best, best_unit, later = None, float("inf"), []
+        best = None
+        best_unit = float("inf")
+        later = []
         for _, stage, microbatch, arrival, kind in self.options(rank):
             unit = WEIGHT_PREFERENCE
             if kind != W:
@@ -51,7 +55,8 @@ class _PatternScheduler(ListScheduler):
             if arrival > now:
                 later.append((arrival, unit))
             elif unit < best_unit:
-                best, best_unit = (stage, microbatch, kind), unit
+                best = (stage, microbatch, kind)
+                best_unit = unit
         if best is None:
             return min(later, default=(-1.0, 0.0))[0], None
         stage, _, kind = best
@@ -72,7 +77,8 @@ def squeeze(
     plain: the pattern as it is, W included. max_active: stage activations that a rank may hold. Of a few policies and
     `plain` it is the best for F = I = W; of those within 0.5 % of it the best for costs as they usually are.
     """
-    placement, count = plain.placement, plain.microbatches
+    placement = plain.placement
+    count = plain.microbatches
     chunks = plain.stages // plain.ranks
     equal_problem = SchedulingProblem(placement, count, Costs().divided(chunks))
     usual_problem = SchedulingProblem(placement, count, USUAL_COSTS.divided(chunks))
@@ -80,17 +86,18 @@ def squeeze(
     for (kind, stage, microbatch), unit in pattern.items():
         pattern_unit[equal_problem.action(KINDS.index(kind), stage, microbatch)] = unit
 
-    limits = [
-        (max_active + 0.5) / chunks
-    ] * equal_problem.ranks  # half an activation against rounding
+    # half an activation against rounding
+    limits = [(max_active + 0.5) / chunks] * equal_problem.ranks
     attempts = [equal_problem.orders(plain)]
     for costs, policy in POLICIES[: MAX_ACTIONS // equal_problem.actions]:
         problem = SchedulingProblem(placement, count, costs.divided(chunks))
         attempts.append(_PatternScheduler(problem, limits, policy, pattern_unit).run())
 
-    scored = []  # (makespan for equal costs, for usual costs, orders)
+    # (makespan for equal costs, for usual costs, orders)
+    scored = []
     for orders in filter(None, attempts):
-        equal_score, usual_score = equal_problem.score(orders), usual_problem.score(orders)
+        equal_score = equal_problem.score(orders)
+        usual_score = usual_problem.score(orders)
         assert equal_score is not None and usual_score is not None, (
             "both orders were played already"
         )

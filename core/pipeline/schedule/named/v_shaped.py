@@ -30,7 +30,8 @@ def _from_patterns(
         stage_of_chunk = (rank, 2 * ranks - 1 - rank)
         next_microbatch = Counter[str]()  # by kind and chunk
         for word in pattern(rank, count).split():
-            kind, chunk = word[0], word[1:]
+            kind = word[0]
+            chunk = word[1:]
             halves = "IW" if kind == "B" else kind
             yield Action(kind, stage_of_chunk[int(chunk)], next_microbatch[halves[0] + chunk])
             next_microbatch.update(half + chunk for half in halves)
@@ -43,10 +44,10 @@ def zb_v(ranks: int, microbatches: int) -> Schedule:
     """ZB-V (2401.10241): no bubble once a rank has begun if F = I = W, with 1F1B's memory, even over the ranks."""
 
     def pattern(rank: int, count: int) -> str:
-        distance = ranks - rank  # to the turning point of the V, this rank included
-        with_forward = (
-            count - 2 * ranks + 1 + rank
-        )  # rounds of the steady phase until chunk 0 has no F left
+        # to the turning point of the V, this rank included
+        distance = ranks - rank
+        # rounds of the steady phase until chunk 0 has no F left
+        with_forward = count - 2 * ranks + 1 + rank
         without_forward = count - ranks - with_forward
 
         # Warm-up phase: microbatches go down the V and up again, until the last stage begins its backward
@@ -73,7 +74,8 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """
 
     def pattern(rank: int, count: int) -> str:
-        distance = ranks - 1 - rank  # to the turning point of the V
+        # to the turning point of the V
+        distance = ranks - 1 - rank
         # Step 1: nF0
         order = "F0 " * (2 * distance)
         # Step 2: nF0F1
@@ -99,13 +101,10 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     return _from_patterns("dualpipe-v", ranks, microbatches, 2 * ranks, pattern)
 
 
-PERIOD = 6  # units after which the building block repeats: F, I, W of two chunks
-LEGS = (
-    "F0",
-    "F1",
-    "I1",
-    "I0",
-)  # the way of a microbatch: forward down and up the V, backward down and up
+# units after which the building block repeats: F, I, W of two chunks
+PERIOD = 6
+# the way of a microbatch: forward down and up the V, backward down and up
+LEGS = ("F0", "F1", "I1", "I0")
 
 
 def _first_units(
@@ -113,10 +112,12 @@ def _first_units(
 ) -> dict[str, int]:
     """The unit of time in which microbatch 0 does each leg on a rank; see `_repeat_building_block`."""
     last = ranks - 1
-    first_units, begin = {}, 0
+    first_units = {}
+    begin = 0
     for leg, offset, pause in zip(LEGS, offsets, (*pauses, 0), strict=True):
         goes_down = leg in ("F0", "I1")
-        distance = rank if goes_down else last - rank  # from the leg's first rank
+        # from the leg's first rank
+        distance = rank if goes_down else last - rank
         first_units[leg] = begin + offset * distance
         begin += offset * last + 1 + pause
     return first_units
@@ -139,7 +140,8 @@ def _repeat_building_block(
     two units after their I or later: they are to fill bubbles, not to cause them. Only a rank that holds
     `max_active` chunk activations must do a W before its next F.
     """
-    unit_of: dict[tuple[str, int, int], int] = {}  # of (kind, stage, microbatch)
+    # of (kind, stage, microbatch)
+    unit_of: dict[tuple[str, int, int], int] = {}
 
     def rank_order(rank: int) -> Iterator[Action]:
         stage_of_chunk = {"0": rank, "1": 2 * ranks - 1 - rank}
@@ -163,7 +165,8 @@ def _repeat_building_block(
                     active -= 1
             if not leg:
                 continue
-            kind, stage = leg[0], stage_of_chunk[leg[1]]
+            kind = leg[0]
+            stage = stage_of_chunk[leg[1]]
             unit_of[kind, stage, microbatch] = unit
             yield Action(kind, stage, microbatch)
             if kind == "F":

@@ -7,7 +7,8 @@ from difflib import get_close_matches
 from core.training.config.fields import Field
 from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 
-_ALIKE = 0.7  # of difflib: "hiden_size" is like hidden_size, "new_field" like nothing
+# of difflib: "hiden_size" is like hidden_size, "new_field" like nothing
+_ALIKE = 0.7
 
 # words of `ParallelConfig` and of the layers' rules -> the field of a run that says the same
 _IN_A_RUN = (
@@ -39,7 +40,7 @@ def unknown(name: str, fields_by_name: Mapping[str, Field]) -> str:
     """What is said about a name that no field has: the nearest one that there is."""
     sections = sorted({field.section for field in fields_by_name.values()} - {""})
     if name in sections:
-        first = _first(name, fields_by_name)
+        first = _first_of_section(name, fields_by_name)
         return f"{name} is a part of a run, with fields of its own; give {name}.{first} or others"
     section, _, key = name.rpartition(".")
     if key in REMARKS and TORCHTITAN.get(name) is None:
@@ -67,7 +68,7 @@ def _nearest(name: str, section: str, key: str, fields_by_name: Mapping[str, Fie
     return _by_key(key, fields_by_name)
 
 
-def _first(section: str, fields_by_name: Mapping[str, Field]) -> str:
+def _first_of_section(section: str, fields_by_name: Mapping[str, Field]) -> str:
     return next(field.key for field in fields_by_name.values() if field.section == section)
 
 

@@ -28,14 +28,12 @@ def explained(text: str, error: ValueError) -> str:
 
 def _of_line(line: str, words: str, above: Sequence[str]) -> str:
     """The remedy for one line; empty: none is known."""
-    header, setting = _HEADER.match(line), _SETTING.match(line)
+    header = _HEADER.match(line)
+    setting = _SETTING.match(line)
     if header:
         if words.startswith("Cannot declare"):
-            first = next(
-                n
-                for n, other in enumerate(above, 1)
-                if (h := _HEADER.match(other)) and h[1] == header[1]
-            )
+            headers = [earlier[1] if (earlier := _HEADER.match(text)) else "" for text in above]
+            first = headers.index(header[1]) + 1
             return f"[{header[1]}] is there twice, first in line {first}; put its fields together"
         return f"{line.strip()} is no header of a part; write [{header[1]}], and its fields in the lines below"
     if setting:
@@ -52,7 +50,8 @@ def _of_setting(key: str, value: str, words: str, above: Sequence[str]) -> str:
     lines: list[int] = []
     for number, other in enumerate(above, 1):
         if header := _HEADER.match(other):
-            section, lines = header[1], []
+            section = header[1]
+            lines = []
         elif (earlier := _SETTING.match(other)) and earlier[1] == key:
             lines.append(number)
     name = f"{section}.{key}" if section else key

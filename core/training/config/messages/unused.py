@@ -9,12 +9,12 @@ _KEEP_BEST = "checkpoint.keep_best names no metric"
 
 def unused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
     """`pipeline.schedule=zb-v has no effect: ...` of each that differs from its default; by flat name."""
-    reasons = _reasons(values)
+    reasons = _reasons_by_field(values)
     given = [name for name in reasons if values[name] != defaults[name]]
     return [f"{name}={values[name]} has no effect: {reasons[name]}" for name in given]
 
 
-def _reasons(values: Mapping[str, Any]) -> dict[str, str]:
+def _reasons_by_field(values: Mapping[str, Any]) -> dict[str, str]:
     """Field -> why it is not read, as the other values are."""
     reasons: dict[str, str] = {}
     if values["parallel.pipeline"] == 1:

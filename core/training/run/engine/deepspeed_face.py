@@ -49,7 +49,8 @@ class EngineFace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.micro_steps = 0
-        self._boundary: bool | None = None  # set by the user, instead of counting
+        # set by the user, instead of counting
+        self._boundary: bool | None = None
         self._last_stats: StepStats | None = None
         self._in_backward = self._in_no_sync = False
 
@@ -96,7 +97,10 @@ class EngineFace(nn.Module):
         self._in_backward = True
         try:
             # mixed precision with float16: the loss scale keeps small gradients above zero
-            scaled_loss = loss * scale.to(loss.dtype) if isinstance(scale, Tensor) else loss
+            if isinstance(scale, Tensor):
+                scaled_loss = loss * scale.to(loss.dtype)
+            else:
+                scaled_loss = loss
             scaled_loss.backward(retain_graph=retain_graph)
         finally:
             self._in_backward = False
@@ -115,6 +119,7 @@ class EngineFace(nn.Module):
             self.checkpoints.before_update()
             self._last_stats = self.optimizer.step()
             self.optimizer.zero_grad()
+            # executors do this themselves; here the loop is the program's
             if isinstance(self.module, GPTModel):
                 self.module.end_step()
         self.micro_steps += 1
@@ -248,6 +253,7 @@ class EngineFace(nn.Module):
                 "exclude_frozen_parameters=True leaves parameters out, 0 can be; give False"
             )
         ps = self.optimizer.ps
+        # DeepSpeed's default tag
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         client_json = from_first(lambda: _client_json(client_state or {}), ps)
         state = self.checkpoints.state(self.global_steps) | {"client": {"state": client_json}}
@@ -316,6 +322,7 @@ def _client_json(client_state: Mapping[str, Any]) -> str:
     """The client state as JSON. Raises ValueError: a value that JSON would not give back."""
     for key, value in client_state.items():
         try:
+            # tuples come back as lists, keys as texts: better refused now than found at a resume
             survives = json.loads(json.dumps({key: value})) == {key: value}
         except (TypeError, ValueError):
             survives = False
@@ -330,6 +337,7 @@ def _client_json(client_state: Mapping[str, Any]) -> str:
 def _find_checkpoint(address: str, tag: str | int | None) -> str | None:
     """The address of the checkpoint that a tag, or else the file `latest`, names; None where there is none."""
     directory = open_dir(address)
+    # DeepSpeed's file, one line with the name of the newest tag
     if tag is None and directory.size("latest") is not None:
         tag = directory.read("latest").decode().strip()
     if tag is not None:

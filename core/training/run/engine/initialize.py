@@ -64,12 +64,12 @@ def initialize(
     _refuse_swapped_arguments(model, batches)
     joins_world = not is_initialized()
     world_size = started_processes() if joins_world else world()[1]
-    run = _checked(_run_config(config), model, world_size)
+    run = _checked_run(_run_config(config), model, world_size)
     # configuration first: its mistakes are reported before any process group exists
-    device = _joined(run, joins_world=joins_world)
+    device = _join_world(run, joins_world=joins_world)
     ps = _parallel_state(run, model, device)
     if joins_world:
-        atexit.register(_leave, ps)
+        atexit.register(_leave_groups, ps)
 
     # the text, the model, data parallelism and the optimizer, the executor, the checkpoints
     corpus = None
@@ -77,7 +77,7 @@ def initialize(
         corpus = open_corpus(run.data, run.training, ps)
         if model is None:
             refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
-    stages = _stages(run, model, corpus, ps)
+    stages = _build_stages(run, model, corpus, ps)
     _, optimizer, executor, checkpoints = assemble(stages, run, corpus, ps, _say_on_first_rank(ps))
     source = batches if corpus is None else corpus.train
     # load before the loader is made: it begins with the batch after the checkpoint's
@@ -85,35 +85,34 @@ def initialize(
     train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
     if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
-        training_model.accumulation = (
-            1  # as in DeepSpeed: without a microbatch size every `step` updates
-        )
+        # as in DeepSpeed: without a microbatch size every `step` updates
+        training_model.accumulation = 1
     if source is not None:
         accumulation = training_model.gradient_accumulation_steps()
         source = PlannedBatches(source, lambda: checkpoints.plan)
         training_model.loader = Loader(
             source, ps, train_steps, start, lambda: checkpoints.stopped, accumulation
         )
-    atexit.register(
-        checkpoints.close
-    )  # runs before the world is left: the last registered is the first
+    # runs before the world is left: the last registered is the first
+    atexit.register(checkpoints.close)
     return Initialized(
         training_model, optimizer, training_model.lr_scheduler, training_model.loader
     )
 
 
-def _joined(run: RunConfig, *, joins_world: bool) -> torch.device:
+def _join_world(run: RunConfig, *, joins_world: bool) -> torch.device:
     """This rank's device, once all ranks are there and were given the same configuration."""
     device = join_world(run.device, backend=run.parallel.backend)
     if joins_world and is_initialized():
         atexit.register(destroy_world)
     same_on_all_ranks(run)
-    if run.training.deterministic:  # the loop is the program's: there is no end to undo it at
+    # the loop is the program's: there is no end to undo it at
+    if run.training.deterministic:
         use_deterministic()
     return device
 
 
-def _leave(ps: ParallelState) -> None:
+def _leave_groups(ps: ParallelState) -> None:
     """No group is held any more, unless the program has ended communication itself."""
     if is_initialized():
         ps.leave()
@@ -122,7 +121,10 @@ def _leave(ps: ParallelState) -> None:
 def _refuse_swapped_arguments(model: Any, batches: Any) -> None:
     """Raise ValueError for a model that is a class, and for batches without the method that is called."""
     if model is not None and not isinstance(model, nn.Module | Mapping):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else repr(model)[:60]
+        if isinstance(model, type):
+            kind = f"the class {model.__name__}"
+        else:
+            kind = repr(model)[:60]
         raise ValueError(
             f"model is {kind}, 1 nn.Module is needed; write initialize(MyModel(), config=...)"
         )
@@ -141,7 +143,7 @@ def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
     return RunConfig.from_dict(config or {})
 
 
-def _checked(
+def _checked_run(
     run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, world_size: int
 ) -> RunConfig:
     """The run with its data size. Weights for a model of the user's are compared with it when they are loaded.
@@ -187,14 +189,17 @@ def _parallel_state(
     return existing
 
 
-def _stages(
+def _build_stages(
     run: RunConfig,
     model: nn.Module | Mapping[int, nn.Module] | None,
     corpus: Corpus | None,
     ps: ParallelState,
 ) -> Mapping[int, nn.Module]:
     if model is None:
-        tokens = corpus.tokenizer.vocab_size if corpus is not None else run.data.vocab_size
+        if corpus is not None:
+            tokens = corpus.tokenizer.vocab_size
+        else:
+            tokens = run.data.vocab_size
         return begin(run, tokens, ps, _say_on_first_rank(ps))
     dtype = None  # as it is
     if run.model.bf16:
@@ -204,7 +209,8 @@ def _stages(
     stages: dict[int, nn.Module] = {}
     modules = model if isinstance(model, Mapping) else {0: model}
     for index, module in modules.items():
-        if not isinstance(module, GPTModel):  # a GPTModel was built in its dtype, on its device
+        # a GPTModel was built in its dtype, on its device
+        if not isinstance(module, GPTModel):
             stages[index] = module.to(ps.device, dtype)
             continue
         if corpus is not None:

@@ -61,13 +61,12 @@ class TrainingModel(EngineFace):
         else:
             self.module = nn.ModuleDict({str(index): stage for index, stage in stages.items()})
         self.stages = dict(stages)
-        self.optimizer, self.executor, self.checkpoints, self.loss_fn = (
-            optimizer,
-            executor,
-            checkpoints,
-            loss_fn,
-        )
-        self.training_config, self._owns_signals = training, False
+        self.optimizer = optimizer
+        self.executor = executor
+        self.checkpoints = checkpoints
+        self.loss_fn = loss_fn
+        self.training_config = training
+        self._owns_signals = False
         # gradient accumulation: microbatches of one update on one rank
         rows_per_replica = training.global_batch_size // self.dp_world_size
         self.accumulation = rows_per_replica // training.micro_batch_size
@@ -106,17 +105,18 @@ class TrainingModel(EngineFace):
         batch = self._move(batch)
         output = call_stage(self.module, batch)
         loss_sum, num_tokens = call_loss_fn(self.loss_fn, output, batch)
+        # a rank may hold padding only: 0 tokens, a loss of 0
         loss = loss_sum / torch.as_tensor(num_tokens, device=loss_sum.device).clamp(min=1)
         scale = self.optimizer.loss_scale
         if isinstance(scale, Tensor) and loss.requires_grad:
-            loss.register_hook(self._scale_gradient)  # the loss itself stays unscaled
+            # the loss itself stays unscaled
+            loss.register_hook(self._scale_gradient)
         return loss
 
     def _scale_gradient(self, gradient: Tensor) -> Tensor:
         scale = self.optimizer.loss_scale
-        if self._in_backward or not isinstance(
-            scale, Tensor
-        ):  # `backward` of DeepSpeed's loops scales by itself
+        # `backward` of DeepSpeed's loops scales by itself
+        if self._in_backward or not isinstance(scale, Tensor):
             return gradient
         return gradient * scale.to(gradient.dtype)
 
@@ -129,12 +129,12 @@ class TrainingModel(EngineFace):
         Collectives: those of the executor and of `optimizer.step`.
         Raises ValueError: rows that do not divide into the microbatches, a batch without what `loss_fn` needs.
         """
-        if not self._owns_signals:  # SIGTERM and Ctrl-C end this loop from its first step on
+        # SIGTERM and Ctrl-C end this loop from its first step on
+        if not self._owns_signals:
             self._owns_signals = True
             self.checkpoints.__enter__()
-        self.executor.step_index = (
-            self.global_steps
-        )  # dropout seeds are a function of it, also after a resume
+        # dropout seeds are a function of it, also after a resume
+        self.executor.step_index = self.global_steps
         learning_rate = self.optimizer.learning_rate
         cut_as_planned(
             self.executor,
@@ -165,7 +165,8 @@ class TrainingModel(EngineFace):
 
         Raises ValueError: `optimizer.ema_decay` is 0.
         """
-        self.checkpoints.before_update()  # a save under way reads the weights
+        # a save under way reads the weights
+        self.checkpoints.before_update()
         return self.optimizer.averaged()
 
     def generate(

@@ -49,6 +49,7 @@ class GPTModel(ours.GPTModel):
                 f"GPTModel: {max(1, len(unsupported))} arguments are not here: {names}; leave them out"
             )
         spec = _with_positions(transformer_layer_spec, position_embedding_type)
+        # kept, because `replace` returns ours: scripts read Megatron's fields of model.config
         megatron_config = config
         if position_embedding_type == "rope":
             config = replace(
@@ -98,9 +99,11 @@ class GPTModel(ours.GPTModel):
                 f"GPTModel.forward: {len(unsupported)} arguments are not here: {', '.join(unsupported)}; leave them "
                 "out"
             )
-        begin, mask = None, attention_mask
+        begin = None
+        mask = attention_mask
         if mask is not None and mask.dtype == torch.int64:
-            begin, mask = mask, None
+            begin = mask
+            mask = None
         output = super().forward(input_ids, position_ids, mask, labels, document_begin=begin)
         has_split_logits = labels is None and self.parallel_output and self.post_process
         if runtime_gather_output and has_split_logits:

@@ -25,7 +25,8 @@ from core.models.huggingface.written import form_of_run, form_of_source
 from core.models.lora.config import LoraConfig
 from core.parallel_state import ParallelState
 
-_A, _B = "adapter.lora_A", "adapter.lora_B"
+_A = "adapter.lora_A"
+_B = "adapter.lora_B"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,8 @@ def export_adapters(
         form = form_of_run(described_as, None)
     else:
         form = form_of_source(source, described_as, str(checkpoint))
-    config, stored = form.model.config, lazy_tensors(checkpoint)
+    config = form.model.config
+    stored = lazy_tensors(checkpoint)
     with torch.device("meta"):  # which layers have which parts
         model = GPTModel(**form.model.arguments(), parallel=ParallelState.single("cpu"), seed=0)
     names = dict(model.named_parameters()).keys()
@@ -110,6 +112,7 @@ def _full(shape: tuple[int, ...]) -> tuple[slice, ...]:
 
 
 def _values(factor: _Factor, stored: Mapping[str, LazyTensor], config: Any) -> Iterator[np.ndarray]:
+    # our arrays are stacks of layers, theirs are one by one
     ours: Tensor = stored[factor.key][factor.layer]
     if factor.key.endswith(_A):
         yield memory_of(ours.contiguous())
@@ -127,7 +130,8 @@ def _config(
 ) -> dict[str, Any]:
     """peft's fields; modules by their whole names, so that none is meant that has no adapter."""
     settings: Any = run.get("settings") or {}
-    prefix, suffix = "base_model.model.", ".lora_A.weight"
+    prefix = "base_model.model."
+    suffix = ".lora_A.weight"
     names = sorted(
         factor.name.removeprefix(prefix).removesuffix(suffix)
         for factor in factors

@@ -47,7 +47,8 @@ class FailureBroadcast:
         # whom this rank waited for in vain, if that is all that failed here
         missing_ranks, timed_out = waited(error, ps.world.ranks, ps.rank)
         description = f"rank {ps.rank}, {self.position()}: {type(error).__name__}: {said(error)}"
-        if not missing_ranks:  # the failure is this rank's own: its traceback helps
+        # the failure is this rank's own: its traceback helps
+        if not missing_ranks:
             lines = traceback.format_exception(error)
             description = "".join(line[:LONGEST] for line in lines) + description
 

@@ -1,6 +1,6 @@
-"""The tokens that a run reads: which files, how they are split, which tokenizer; every rank opens the same ones."""
+"""The open token files of a run: its batches, its validation, and what a checkpoint remembers of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -18,31 +18,23 @@ from core.datasets import (
     TokenFile,
     TokenRange,
     TokenSource,
-    check_tokenizer,
     first_documents,
     gzip_bits_per_byte,
-    load_tokenizer,
-    open_blend,
-    prepare_default_corpus,
-    split_documents,
-    tokenizer_of,
     unigram_bits_per_byte,
 )
-from core.datasets.card import sampled_hash, tokenizer_path
-from core.datasets.shards import CommandFetch, LocalShards, Manifest, StreamedBatches
-from core.datasets.shards.manifest import is_list
+from core.datasets.card import sampled_hash
+from core.datasets.shards import LocalShards, StreamedBatches
 from core.datasets.token_file import Array
-from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
-from core.parallel_state import ParallelState
-from core.parallel_state.collectives import all_gather_objects
 from core.pipeline.run.step import forward_arguments
 from core.training.config import DataConfig, TrainingConfig
 from core.training.log.validation import MAIN
 
-_SAMPLED_TOKENS = 1 << 18  # of each text, to estimate its bytes per token
+# of each text, to estimate its bytes per token
+_SAMPLED_TOKENS = 1 << 18
 _ALL_BATCHES = 1 << 62
 
-Part = tuple[float | None, TokenSource]  # weight in the blend (None: its number of tokens), text
+# weight in the blend (None: its number of tokens), text
+Part = tuple[float | None, TokenSource]
 
 
 class BatchSource(Protocol):
@@ -142,7 +134,7 @@ class Corpus:
         blend = []
         for weight, _ in self.train_parts:
             blend.append(None if weight is None else weight / total_weight)
-        hashes = [_file_hash(source) for _, source in self.train_parts]
+        hashes = [file_hash(source) for _, source in self.train_parts]
         if self.shards is not None:
             hashes = [shard.hash for shard in self.shards.manifest.shards]
         document_options = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -165,7 +157,8 @@ class Corpus:
     @property
     def validation_batches(self) -> int:
         """How many `validation` gives."""
-        valid, rows = self.valid, self.training.global_batch_size
+        valid = self.valid
+        rows = self.training.global_batch_size
         parts = [part for _, part in valid.parts] if isinstance(valid, BlendedBatches) else [valid]
         batches = sum(-(-part.num_samples // rows) for part in parts if part is not None)
         return min(batches, self.training.eval_batches or batches)
@@ -188,10 +181,10 @@ class Corpus:
             yield self.valid.answer_tokens(rows or None)
             return
         for _, source in self.valid_parts:
-            labels = source.num_tokens - 1  # the first token is no label
-            batches = min(
-                remaining_batches, -(-labels // tokens_per_batch)
-            )  # the last one may be short
+            # the first token is no label
+            labels = source.num_tokens - 1
+            # the last one may be short
+            batches = min(remaining_batches, -(-labels // tokens_per_batch))
             yield source.tokens(0, min(source.num_tokens, batches * tokens_per_batch))
             remaining_batches -= batches
 
@@ -250,7 +243,8 @@ class Corpus:
     def _batches(
         self, parts: tuple[Part, ...], eod_mask_loss: bool, *, short: bool
     ) -> GPTBatches | BlendedBatches:
-        data, rows = self.data, self.training.global_batch_size
+        data = self.data
+        rows = self.training.global_batch_size
         conversations = [source for _, source in parts if source.marks_answers]
         if conversations and len(parts) > 1:
             raise ValueError(
@@ -284,135 +278,10 @@ class Corpus:
         return BlendedBatches(parts=weighted_batches, global_batch_size=rows, seed=data.seed)
 
 
-def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelState) -> Corpus:
-    """The files that `data` names, or the default corpus, written by rank 0 while the others wait.
-
-    Raises ValueError: a damaged or foreign file (by its name), a tokenizer that does not fit, files that differ from
-    rank to rank. All-gather of objects over the world.
-    """
-    shards = _shards(data)
-    if data.train:
-        train_files = [(None, shards.open(0))] if shards is not None else _open_files(data.train)
-        valid_files = _open_files(data.valid)
-        first_file = train_files[0][1]
-        if data.tokenizer is not None:
-            tokenizer_file = Path(data.tokenizer)
-        else:
-            tokenizer_file = tokenizer_path(first_file.prefix)
-        if data.tokenizer is None:
-            tokenizer = tokenizer_of(first_file)
-        else:
-            end_of_text = first_file.card.end_of_text if first_file.card is not None else None
-            tokenizer = load_tokenizer(data.tokenizer, end_of_text)
-    else:
-        # rank 0 alone prepares it: what it depends on (times of files, say) may differ from machine to machine
-        local_files = None
-        if parallel.rank == 0:
-            local_files = prepare_default_corpus(data.directory, vocab_size=data.vocab_size)
-        files = all_gather_objects(local_files, parallel.world)[0]
-        assert files is not None
-        train_files, valid_files = _open_files([str(files.train)]), _open_files([str(files.valid)])
-        tokenizer_file = files.tokenizer
-        tokenizer = load_tokenizer(tokenizer_file)
-
-    train_parts: Sequence[Part] = train_files
-    valid_parts: Sequence[Part] = valid_files
-    if not valid_files and shards is None:
-        train_parts, valid_parts = _split(train_files, data.split)
-    valid_sets = {name: _open_files([prefix]) for name, prefix in data.valid_sets.items()}
-    named_files = [part for files in valid_sets.values() for part in files]
-    corpus = Corpus(
-        tokenizer=tokenizer,
-        tokenizer_file=None if isinstance(tokenizer, ByteTokenizer) else tokenizer_file.absolute(),
-        closes=_document_end(
-            [file for _, file in (*train_files, *valid_files, *named_files)], tokenizer
-        ),
-        train_parts=tuple(train_parts),
-        valid_parts=tuple(valid_parts),
-        data=data,
-        training=training,
-        valid_sets={name: tuple(files) for name, files in valid_sets.items()},
-        shards=shards,
-    )
-    _refuse_different_texts(corpus, parallel)
-    return corpus
-
-
-def _shards(data: DataConfig) -> LocalShards | None:
-    """Those of a list of shards; None where `train` is none. Raises ValueError, FileNotFoundError: a damaged list."""
-    if not (data.train and is_list(data.train[0])):
-        return None
-    path = Path(data.train[0])
-    fetch = CommandFetch(data.fetch) if data.fetch else None
-    return LocalShards(Manifest.read(path), data.shard_directory or path.parent, fetch)
-
-
-def _document_end(files: Sequence[TokenFile], tokenizer: AnyTokenizer) -> int | None:
-    """The token that ends documents, one for all files. Raises ValueError: another tokenizer made one of them, or
-    documents end with a token in some files only."""
-    for file in files:
-        check_tokenizer(file, tokenizer)
-    # the card beside a file says how it was prepared; Megatron's files have none, and end documents as usual
-    ends = {}
-    for file in files:
-        ends[file.prefix] = file.card.end_of_text if file.card else tokenizer.end_of_text
-    if len(set(ends.values())) > 1:
-        descriptions = []
-        for prefix, end in ends.items():
-            token = "none" if end is None else end
-            descriptions.append(f"{prefix} with {token}")
-        raise ValueError(
-            f"documents end with {len(set(ends.values()))} different tokens: {', '.join(descriptions)}; prepare all "
-            "files alike, with --append-eod or without"
-        )
-    return next(iter(ends.values()))
-
-
-def _refuse_different_texts(corpus: Corpus, parallel: ParallelState) -> None:
-    """Raise ValueError, on every rank, where a name is another text on another machine. All-gather over the world."""
-    local_order = corpus.order | {
-        "valid_hash": [_file_hash(source) for _, source in corpus.valid_parts]
-    }
-    for name, parts in corpus.valid_sets.items():
-        local_order[f"valid_sets.{name}"] = [_file_hash(source) for _, source in parts]
-    first, *others = all_gather_objects(local_order, parallel.world)
-    for rank, order in enumerate(others, 1):
-        differences = [
-            f"{name} {order[name]} != {first[name]}" for name in first if first[name] != order[name]
-        ]
-        if differences:
-            raise ValueError(
-                f"rank {rank} reads another text than rank 0: {', '.join(differences)}; give all machines the same "
-                "files"
-            )
-
-
-def _file_hash(source: TokenSource) -> str:
+def file_hash(source: TokenSource) -> str:
     """Of the file behind a text: equal for a copy, different for another text of the same length."""
     file = source.file if isinstance(source, TokenRange) else source
     assert isinstance(file, TokenFile)
     if file.card is not None:
         return file.card.bin_hash
     return sampled_hash(f"{file.prefix}.bin")
-
-
-def _open_files(names: Sequence[str]) -> list[tuple[float | None, TokenFile]]:
-    """(weight, file) of a blend; None takes the number of tokens."""
-    if not names:
-        return []
-    return [(weight, TokenFile(prefix)) for weight, prefix in open_blend(names)]
-
-
-def _split(
-    files: Sequence[tuple[float | None, TokenFile]], split: str
-) -> tuple[list[Part], list[Part]]:
-    """(training parts, validation parts), cut between documents."""
-    train_parts: list[Part] = []
-    valid_parts: list[Part] = []
-    for weight, file in files:
-        train_range, valid_range, *_ = split_documents(file, split)
-        if train_range is not None:
-            train_parts.append((weight, train_range))
-        if valid_range is not None:
-            valid_parts.append((weight, valid_range))
-    return train_parts, valid_parts

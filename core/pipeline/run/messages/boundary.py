@@ -24,7 +24,8 @@ class _DataclassNode:
     """A dataclass instance as a node of a pytree, so that users need not register their class with torch."""
 
     def __init__(self, dataclass_type: type, fields: dict[str, Any]) -> None:
-        self.dataclass_type, self.fields = dataclass_type, fields
+        self.dataclass_type = dataclass_type
+        self.fields = fields
 
 
 def _flatten_node(node: _DataclassNode) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
@@ -89,7 +90,10 @@ def check_leaf(stage: int, leaf: Any) -> None:
     """Raise ValueError for what cannot be handed to the next stage, with the remedy."""
     if isinstance(leaf, Tensor):
         if leaf.layout is not torch.strided or leaf.is_nested:
-            kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+            if leaf.is_nested:
+                kind = "nested"
+            else:
+                kind = str(leaf.layout).removeprefix("torch.")
             raise ValueError(
                 f"stage {stage} returns a {kind} tensor, and only dense tensors go from stage to stage; return its "
                 "parts (values, offsets, ...) or a padded one, and make it again in the next stage"

@@ -18,14 +18,16 @@ from torch.utils import _pytree as pytree
 from core.parallel_state.collectives import Group, Received, irecv, isend
 from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.p2p import DTYPES, MAX_DIMS, Sent
-from core.pipeline.run.boundary import flatten
+from core.pipeline.run.messages.boundary import flatten
 from core.pipeline.schedule.actions import Action
 from core.pipeline.schedule.lower import RankPlan
 
 # A header is int64: kind of form, bytes of a description, dtype, number of dims, sizes ...; after it the batch's rows
 HEADER_LENGTH = 4 + MAX_DIMS
 # Kinds of form: any nesting (a pickled description follows); one tensor without, and with, a gradient
-ANY_NESTING, ONE_CONSTANT, ONE_WITH_GRAD = 0, 1, 2
+ANY_NESTING = 0
+ONE_CONSTANT = 1
+ONE_WITH_GRAD = 2
 
 _TENSOR_NESTING = pytree.tree_flatten(0)[1]
 
@@ -44,7 +46,8 @@ class Form:
     @classmethod
     def of(cls, value: Any) -> tuple["Form", list[Tensor]]:
         """The form of any nesting of tensors and constants, and its tensors."""
-        if isinstance(value, Tensor):  # the common case, without pytree
+        # the common case, without pytree
+        if isinstance(value, Tensor):
             return cls(
                 _TENSOR_NESTING, (None,), ((tuple(value.shape), value.dtype, value.requires_grad),)
             ), [value]
@@ -79,7 +82,12 @@ class Form:
 
     def __reduce__(self) -> tuple:
         # torch does not want its description of a nesting to be pickled: send the nesting itself, with placeholders
-        leaves = [_PLACEHOLDER if constant is None else constant[0] for constant in self.constants]
+        leaves = []
+        for constant in self.constants:
+            if constant is None:
+                leaves.append(_PLACEHOLDER)
+            else:
+                leaves.append(constant[0])
         return _form_from_skeleton, (pytree.tree_unflatten(leaves, self.nesting), self.tensors)
 
     def header(self) -> tuple[list[int], bytes]:
@@ -129,7 +137,8 @@ def _form_from_skeleton(skeleton: Any, tensors: tuple) -> Form:
 def _are_equal(first: tuple[Any, ...], second: tuple[Any, ...]) -> bool:
     try:
         return bool(first == second)
-    except (RuntimeError, TypeError, ValueError):  # arrays compare to arrays, not to a bool
+    except (RuntimeError, TypeError, ValueError):
+        # arrays compare to arrays, not to a bool
         return pickle.dumps(first) == pickle.dumps(second)
 
 
@@ -190,11 +199,15 @@ class Channel:
         rows: int | None = None,
     ) -> None:
         self._rows = rows
-        self._plan, self._groups, self._device = plan, groups, device
-        self._global_rank, self._prefetch_depth = global_rank, prefetch_depth
+        self._plan = plan
+        self._groups = groups
+        self._device = device
+        self._global_rank = global_rank
+        self._prefetch_depth = prefetch_depth
         # the form of outputs and gradients, by (F or B, receiving stage); known after the first message of a step
         self.forms: dict[tuple[str, int], Form] = {}
-        self._inboxes: dict[Action, _Inbox] = {}  # by every action that it will receive
+        # by every action that it will receive
+        self._inboxes: dict[Action, _Inbox] = {}
         self._pending_sends: dict[Action, list[Sent]] = {}
         for peer, actions in plan.inbox.items():
             inbox = _Inbox(peer, groups[peer, -1], deque(actions), {})
@@ -219,9 +232,8 @@ class Channel:
                 works += self._send_header(form, group, destination)
             else:
                 _check_form(action, form, first_form)
-        if (
-            not tensors
-        ):  # never send nothing: a later receive from there proves that earlier sends have arrived
+        # never send nothing: a later receive from there proves that earlier sends have arrived
+        if not tensors:
             tensors = [torch.zeros(1, dtype=torch.uint8, device=self._device)]
         for tensor in tensors:
             works.append(isend(tensor, destination, group, header=False))
@@ -229,7 +241,8 @@ class Channel:
 
     def _send_header(self, form: Form, group: Group, destination: int) -> list[Sent]:
         numbers, description = form.header()
-        rows = -1 if self._rows is None else self._rows  # -1: this rank was given no batch
+        # -1: this rank was given no batch
+        rows = -1 if self._rows is None else self._rows
         messages = [torch.tensor([*numbers, rows])]
         if description:
             messages.append(torch.frombuffer(bytearray(description), dtype=torch.uint8))
@@ -323,7 +336,8 @@ class Channel:
             if (action.kind[-1], action.stage) not in self.forms:
                 if action.kind == "RECV_F":
                     self._expect_header(inbox)
-                return  # waiting for the header here could deadlock: the peer may wait for us first
+                # waiting for the header here could deadlock: the peer may wait for us first
+                return
             self._post(inbox)
 
     def _wait_sent(self, action: Action, *, arrived: bool = False) -> None:

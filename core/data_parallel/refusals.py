@@ -1,0 +1,44 @@
+"""Parameters that a `DataParallel` cannot sum, or that got nothing to sum, told to the user."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch.nn import Parameter
+
+from core.autograd.gradients import has_main_grad
+from core.parallel_state.collectives import Group, all_gather_objects
+from core.parallel_state.modules import Modules, named_parameters
+
+
+def refuse_owned(names: Mapping[Parameter, str]) -> None:
+    """Raise ValueError: parameters that another object sums already."""
+    owned = [name for parameter, name in names.items() if has_main_grad(parameter)]
+    if owned:
+        raise ValueError(
+            f"DataParallel: {owned[0]} and {len(owned) - 1} more of {len(names)} parameters already have a "
+            "main_grad: a parameter belongs to 1 group only; remove() the object that made it first"
+        )
+
+
+def refuse_unknown(unknown: Collection[int], module: Modules) -> None:
+    """Raise ValueError: trainable parameters (their ids) that were not there, or not trainable, at the start."""
+    if not unknown:
+        return
+    names = [name for name, parameter in named_parameters(module) if id(parameter) in unknown]
+    raise ValueError(
+        f"DataParallel: {len(unknown)} trainable parameters ({', '.join(names[:3]) or 'of another module'}) "
+        "are summed by nobody: replaced (load_state_dict(assign=True)?) or unfrozen later; remove() this "
+        "and make it anew, with its optimizer"
+    )
+
+
+def refuse_unused(unused: Sequence[str], world: Group | None) -> None:
+    """Raise ValueError, on every rank: some rank has parameters without a gradient. All-gather over the world."""
+    descriptions = []
+    for rank, names in enumerate(all_gather_objects(unused, world)):
+        if names:
+            descriptions.append(f"{names[0]} on rank {rank} ({len(names)} there)")
+    if descriptions:
+        raise ValueError(
+            f"parameters without a gradient in this step: {'; '.join(descriptions)}; freeze them, use them, or leave "
+            "require_gradients off"
+        )

@@ -1,0 +1,95 @@
+"""The parameters of a part of a model: their initial values, and this rank's shards of them for checkpoints."""
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
+from core.models.lora.config import LoraConfig
+from core.parallel_state import (
+    ParallelState,
+    initialize_parameters,
+    layout_of,
+    mix32,
+    seeded,
+)
+from core.tensor_parallel import Placement
+from core.tensor_parallel.watch import SplitWatch
+from core.transformer.transformer_config import TransformerConfig
+
+
+class ModelWeights(nn.Module):
+    """What `GPTModel` says of its weights.
+
+    seed: of initial values, which are the same on every layout of ranks.
+    """
+
+    parallel: ParallelState
+    config: TransformerConfig
+    place: Placement
+    seed: int
+    # whether its weights are no numbers yet, because a checkpoint will fill them
+    awaits_checkpoint = False
+    # of the adapters beside its linears
+    lora: LoraConfig | None = None
+    # follows split weights; None where one rank has all
+    _watch: SplitWatch | None
+    _warned_of_shards = False
+
+    def init_weights(self) -> None:
+        """Fill every parameter with its initial values again, after `to_empty` above all.
+
+        Modules of your own are filled by their `reset_parameters`. Raises ValueError: one without that method.
+        """
+        for name, submodule in self.named_modules():
+            without_initial = [
+                p
+                for p in submodule.parameters(recurse=False)
+                if getattr(p, "initial", None) is None
+            ]
+            if not without_initial:
+                continue
+            reset = getattr(submodule, "reset_parameters", None)
+            if reset is None:
+                raise ValueError(
+                    f"{name} ({type(submodule).__name__}) has {len(without_initial)} parameters and no "
+                    "reset_parameters(): nobody can fill it; add the method, or load a checkpoint"
+                )
+            with seeded(without_initial[0].device, mix32(self.seed, "parts", name)):
+                reset()
+        self._initialize()
+
+    @property
+    def draws_on_cpu(self) -> bool:
+        """Whether initial values are drawn on the CPU, the same ones for every kind of device."""
+        return self.config.use_cpu_initialization
+
+    def _initialize(self) -> None:
+        ps = self.parallel
+        on_cpu = self.draws_on_cpu
+        initialize_parameters(
+            self, seed=self.seed, coordinate=ps.coordinate, sizes=ps.sizes, draw_on_cpu=on_cpu
+        )
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As torch's: this rank's shards. Warns, once, where tensor ranks hold others."""
+        if self._watch is not None and not self._warned_of_shards:
+            self._warned_of_shards = True
+            warnings.warn(
+                f"state_dict() holds the parts of tensor rank {self.place.rank} of {self.place.tp}, expert rank "
+                f"{self.parallel.index('ep')} of {self.parallel.size('ep')}: one rank's file "
+                "(torch.distributed.checkpoint writes one, too) loses the others'. Use dist_checkpointing.save("
+                "model.sharded_state_dict(), directory), or a file per rank",
+                stacklevel=2,
+            )
+        state: dict[str, Any] = super().state_dict(*args, **kwargs)
+        return state
+
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, ShardedTensor]:
+        """name -> this rank's shard of each parameter, for `dist_checkpointing.save` and `load`; live memory."""
+        return sharded_state_dict(self, self.parallel, prefix=prefix)
+
+    def num_parameters(self) -> int:
+        """True parameters of the part of the model that all tensor ranks of this stage hold together."""
+        return sum(layout_of(p).numel for p in self.parameters())
