@@ -20,7 +20,13 @@ from core.training.config.data import DataConfig
 from core.training.model.config import DTYPES
 
 _MOST_LAYERS = 512  # each is built, without memory; that takes about a millisecond
-_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "lion": 1}  # of all elements, of muon the matrices
+_MOMENTS = {
+    "adamw": 2,
+    "sgd": 1,
+    "muon": 1,
+    "lion": 1,
+    "lamb": 2,
+}  # of all elements, of muon the matrices
 
 
 def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
