@@ -1,5 +1,7 @@
 """The tokenizer: bytes come back exactly, whatever the text."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -89,6 +91,18 @@ def test_a_tokenizer_without_end_of_text_is_refused(tokenizer, tmp_path):
     text = (tmp_path / "tokenizer.json").read_text().replace(END_OF_TEXT, "<s>")
     (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(ValueError, match="among the tokenizer's 300 tokens"):
+        Tokenizer.load(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("eos", ["<s>", {"content": "<s>", "special": True}])
+def test_an_end_of_text_of_no_known_name_is_what_the_folder_says(tokenizer, tmp_path, eos):
+    tokenizer.save(tmp_path / "tokenizer.json")
+    text = (tmp_path / "tokenizer.json").read_text().replace(END_OF_TEXT, "<s>")
+    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    assert Tokenizer.load(tmp_path / "tokenizer.json").end_of_text == tokenizer.end_of_text
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "not there"}))
+    with pytest.raises(ValueError, match="say which token ends a document"):
         Tokenizer.load(tmp_path / "tokenizer.json")
 
 

@@ -33,28 +33,38 @@ class Tokenizer:
 
     Text never becomes a special token, even if it spells it out: only `end_of_text` ends a document. Truncation and
     padding that the file may ask for are off. `end_of_text` names the token (or its id) that ends a document; by
-    default it is found among the special tokens: `<|endoftext|>`, `</s>`, `<eos>`, `[SEP]` and their like.
+    default it is found among the special tokens: `<|endoftext|>`, `</s>`, `<eos>`, `[SEP]` and their like, else
+    it is `eos_token`, what a `tokenizer_config.json` beside the file says.
     Raises `ValueError` if it is not in the vocabulary.
     """
 
-    def __init__(self, inner: hf.Tokenizer, end_of_text: str | int | None = None) -> None:
+    def __init__(
+        self,
+        inner: hf.Tokenizer,
+        end_of_text: str | int | None = None,
+        eos_token: str | None = None,
+    ) -> None:
         # "as text": this setting is not stored in the file
         inner.encode_special_tokens = True
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
-        self.end_of_text: int = _find_end_of_text(inner, end_of_text)
+        self.end_of_text: int = _find_end_of_text(inner, end_of_text, eos_token)
 
     @classmethod
     def load(cls, path: str | Path, end_of_text: str | int | None = None) -> "Tokenizer":
         """The tokenizer in a `tokenizer.json`; raises `ValueError` if the file is none."""
-        return cls.from_text(
-            Path(path).read_text(encoding="utf-8", errors="replace"), end_of_text, name=str(path)
-        )
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        eos_token = _eos_token_beside(Path(path))
+        return cls.from_text(text, end_of_text, name=str(path), eos_token=eos_token)
 
     @classmethod
     def from_text(
-        cls, text: str, end_of_text: str | int | None = None, name: str = "the text"
+        cls,
+        text: str,
+        end_of_text: str | int | None = None,
+        name: str = "the text",
+        eos_token: str | None = None,
     ) -> "Tokenizer":
         """The tokenizer in the content of a `tokenizer.json`, which errors call `name`; raises `ValueError`."""
         try:
@@ -65,7 +75,7 @@ class Tokenizer:
                 f"{name} ({len(text)} characters) is no tokenizer.json: {error}"
             ) from error
         try:
-            return cls(inner, end_of_text)
+            return cls(inner, end_of_text, eos_token)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
@@ -112,8 +122,24 @@ class Tokenizer:
         return self._inner.decode(list(ids), skip_special_tokens=False)
 
 
-def _find_end_of_text(inner: hf.Tokenizer, requested: str | int | None) -> int:
-    """The id of the token that ends a document: the requested one, else the first special token of a known name."""
+def _eos_token_beside(path: Path) -> str | None:
+    """What transformers' tokenizer_config.json in the same folder calls the end of text, if it is there."""
+    try:
+        config = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    token = config.get("eos_token") if isinstance(config, dict) else None
+    # older files hold the token with its settings
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) else None
+
+
+def _find_end_of_text(
+    inner: hf.Tokenizer, requested: str | int | None, eos_token: str | None
+) -> int:
+    """The id of the token that ends a document: the requested one, the first special token of a known name, or
+    `eos_token`."""
     if isinstance(requested, int):
         if inner.id_to_token(requested) is None:
             raise ValueError(
@@ -132,6 +158,8 @@ def _find_end_of_text(inner: hf.Tokenizer, requested: str | int | None) -> int:
     for name in _ENDS_OF_TEXT:
         if name in special:
             return special[name]
+    if eos_token is not None and (token_id := inner.token_to_id(eos_token)) is not None:
+        return token_id
     raise ValueError(
         f"no {END_OF_TEXT}, </s> or the like among the tokenizer's {inner.get_vocab_size()} tokens, special are "
         f"{', '.join(sorted(special)[:8]) or 'none'}; say which token ends a document: end_of_text (--end-of-text)"
