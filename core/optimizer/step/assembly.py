@@ -44,8 +44,12 @@ class Exchange:
             receive_rows=self._to_receive,
         )
         # rank by rank, and of each rank matrix by matrix
-        pieces = arrived.split([self._sizes[n][r] for r in range(self._ranks) for n in self.owned])
-        return [list(pieces[place :: len(self.owned)]) for place in range(len(self.owned))]
+        sizes = []
+        for rank in range(self._ranks):
+            sizes += [self._sizes[number][rank] for number in self.owned]
+        pieces = arrived.split(sizes)
+        count = len(self.owned)
+        return [list(pieces[place::count]) for place in range(count)]
 
     def back(self, parts: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
         """The inverse: every rank's part of each matrix that this one owns -> its own part of each. All-to-all.
@@ -54,7 +58,10 @@ class Exchange:
         """
         if self._group is None:
             return [part for (part,) in parts]
-        flat = [rank_parts[r] for r in range(self._ranks) for rank_parts in parts]
+        # as they came: rank by rank, and of each rank matrix by matrix
+        flat = []
+        for rank in range(self._ranks):
+            flat += [rank_parts[rank] for rank_parts in parts]
         arrived = all_to_all(
             torch.cat([like.new_empty(0), *flat]),
             self._group,
