@@ -62,14 +62,14 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
     ps = current_state()
     if ps.size("cp") == 1:
         return batch
-    given: dict[str, Tensor] = {name: value for name, value in batch.items() if value is not None}
-    if (mask := given.pop("attention_mask", None)) is not None and (
+    entries: dict[str, Tensor] = {name: value for name, value in batch.items() if value is not None}
+    if (mask := entries.pop("attention_mask", None)) is not None and (
         begin := _document_begin(mask)
     ).any():
-        given["document_begin"] = begin.expand(given["tokens"].shape)
-    mine = context_batch(given, ps)
-    begins = mine.pop("document_begin", None)
-    return {name: begins if name == "attention_mask" else mine.get(name) for name in batch}
+        entries["document_begin"] = begin.expand(entries["tokens"].shape)
+    local_entries = context_batch(entries, ps)
+    begins = local_entries.pop("document_begin", None)
+    return {name: begins if name == "attention_mask" else local_entries.get(name) for name in batch}
 
 
 def _document_begin(mask: Tensor) -> Tensor:

@@ -103,8 +103,8 @@ def _export_adapted(
         load_adapted,
     )  # here: it reads folders of Hugging Face's itself
 
-    said: Any = open_stored(checkpoint).run.get("model")
-    arguments = form.model.arguments() if said is None else described(said)
+    facts_of_model: Any = open_stored(checkpoint).run.get("model")
+    arguments = form.model.arguments() if facts_of_model is None else described(facts_of_model)
     model = GPTModel(**arguments, parallel=(alone := ParallelState.single("cpu")), seed=0)
     load_adapted({0: model}, str(checkpoint), alone, source=None if source is None else str(source))
     merge_lora(model)

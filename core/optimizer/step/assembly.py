@@ -93,16 +93,16 @@ def change_whole(
 
     # Of the matrices that this data rank owns: the whole part, then from all tensor ranks the full matrix.
     parts = [torch.cat(of_ranks) for of_ranks in over_data.to_owners(pieces)]
-    mine = [plan.matrices[number] for number in over_data.owned]
+    owned_matrices = [plan.matrices[number] for number in over_data.owned]
     owners = [plan.part_owners[number] for number in over_data.owned]
     cut_over = plan.cut_over
     count = 1 if cut_over is None else cut_over.size
     over_parts = Exchange(owners, [[part.numel()] * count for part in parts], cut_over)
     changed = []
-    if mine:
+    if owned_matrices:
         arrived = over_parts.to_owners(parts)
         for number, of_ranks in zip(over_parts.owned, arrived, strict=True):
-            matrix = mine[number]
+            matrix = owned_matrices[number]
             changed.append(matrix.take_apart(change(matrix.put_together(of_ranks))))
         parts = over_parts.back(changed, like)
     returned = []

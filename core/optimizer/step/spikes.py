@@ -54,7 +54,7 @@ class Spikes:
         """Go on from the norms that `state` gave, of a longer or shorter window too; without any, begin."""
         size = self._norms.numel()
         newest = max(0, len(norms) - size)
-        kept = list(norms)[newest:]
+        known_norms = list(norms)[newest:]
         self._norms = torch.full_like(self._norms, torch.nan)
-        self._norms[: len(kept)] = torch.tensor(kept, dtype=torch.float64)
-        self._count.fill_(len(kept))
+        self._norms[: len(known_norms)] = torch.tensor(known_norms, dtype=torch.float64)
+        self._count.fill_(len(known_norms))
