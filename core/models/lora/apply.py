@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ def apply_lora(model: Modules, config: LoraConfig) -> None:
     scale = config.scale
     assert config.rank is not None
     linears_by_stage = [list(_linears(stage)) for stage in stages]
-    _refuse(config, [pair for pairs in linears_by_stage for pair in pairs], stages)
+    _refuse(config, list(chain.from_iterable(linears_by_stage)), stages)
     for stage, linears in zip(stages, linears_by_stage, strict=True):
         stage.requires_grad_(False)
         for name, linear in linears:

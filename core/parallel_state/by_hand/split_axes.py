@@ -5,7 +5,7 @@ are ((3, False), (heads/tp, True), (d, False)). A rank's part of a split atom is
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 
 Atom = tuple[int, bool]
@@ -48,7 +48,7 @@ def is_split(axes: Axes, dims: Sequence[int] | None = None) -> bool:
 def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
     """Of a view of `shape`; None where a dim of it ends within another's parts."""
     # all atoms, innermost first, so that `pop` gives the outermost that is left
-    remaining = [atom for atoms in axes for atom in atoms][::-1]
+    remaining = list(chain.from_iterable(axes))[::-1]
     result = []
     for size in shape:
         taken: list[Atom] = []
