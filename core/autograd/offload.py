@@ -6,6 +6,7 @@ the same with it and without. On an accelerator copies go over a side stream, th
 
 import math
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, WeakSet, ref
 
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from core.autograd.proxy import LinearProxy, has_compiled_code, proxies_of
 from core.autograd.recomputation.leaving import in_torch_func
+from core.autograd.recomputation.notes import GiveBack, move_noted
 from core.autograd.recomputation.policy import is_region, outermost
 from core.autograd.recomputation.region import recomputed_region
 
@@ -171,8 +173,15 @@ class _OffloadedForward(LinearProxy):
                 self.copies.bring_back(previous)
             return self.copies.take(packed)
 
-        with saved_tensors_hooks(pack, unpack):
-            result = self.call_replaced(*args, **kwargs)
+        def move(noted: Tensor) -> GiveBack:
+            return partial(unpack, pack(noted))
+
+        token = move_noted.set(move)
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                result = self.call_replaced(*args, **kwargs)
+        finally:
+            move_noted.reset(token)
         first = next((t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)), None)
         self.copies.latest = None if first is None else (layer_call, _memory_of(first))
         return result
@@ -224,7 +233,7 @@ def offload_activations(
 
     modules: one, or a pipeline's stages on this rank. Layers are the elements of a ModuleList or ModuleDict, as
     `apply_recompute` finds them. fraction: of each module's layers, rounded up, the first ones: theirs waits longest.
-    With recomputation it is the recomputed layers' inputs that wait (their noted attention stays on the device); make
+    With recomputation it is the recomputed layers' inputs that wait, and attention's output where it is kept; make
     the `Pipeline`, or apply the policy, first. Parameters, buffers and inputs without gradients (masks, tables) stay
     where they are; so does what waits between I and W. Values are the same, bit for bit.
     Raises ValueError: a fraction outside [0, 1], a module without layers; layers that are compiled, offloaded

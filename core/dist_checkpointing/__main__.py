@@ -293,9 +293,10 @@ def _add_writing_commands(commands: "argparse._SubParsersAction[argparse.Argumen
     average.set_defaults(run=_average)
 
     import_parser = commands.add_parser(
-        "import", help="a directory of torch's DCP, or Megatron's torch_dist, as a checkpoint"
+        "import",
+        help="a directory of torch's DCP, Megatron's torch_dist, or DeepSpeed's, as a checkpoint",
     )
-    import_parser.add_argument("source", help="a directory that holds .metadata")
+    import_parser.add_argument("source", help="a directory that holds .metadata, or latest")
     import_parser.add_argument("destination", help="a directory or URL that is to be made")
     import_parser.set_defaults(run=_import)
 

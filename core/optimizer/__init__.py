@@ -1,4 +1,4 @@
-"""The optimizer step over sharded and replicated parameters: AdamW, SGD, Muon and Lion over flat buffers, mixed
+"""The optimizer step over sharded and replicated parameters: AdamW, SGD, Muon, Lion, LAMB over flat buffers, mixed
 precision with main weights, gradient clipping by the global norm, learning-rate schedules, offloading.
 
 Names are loaded at first use: a configuration is read without the code that trains.
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from core.optimizer.clip_grads import clip_grad_norm_ as clip_grad_norm_
     from core.optimizer.clip_grads import get_grad_norm as get_grad_norm
     from core.optimizer.config import OptimizerConfig as OptimizerConfig
+    from core.optimizer.lamb import ShardedLamb as ShardedLamb
     from core.optimizer.lion import ShardedLion as ShardedLion
     from core.optimizer.muon import ShardedMuon as ShardedMuon
     from core.optimizer.schedules.schedule import LearningRate as LearningRate

@@ -4,6 +4,7 @@ from core.data_parallel import DataParallel
 from core.optimizer.adamw import ShardedAdamW
 from core.optimizer.by_name import groups_by_name
 from core.optimizer.config import OptimizerConfig
+from core.optimizer.lamb import ShardedLamb
 from core.optimizer.lion import ShardedLion
 from core.optimizer.muon import ShardedMuon
 from core.optimizer.sgd import ShardedSGD
@@ -16,14 +17,16 @@ from core.parallel_state.layout import Layout
 def build_optimizer(
     shard: DataParallel, config: OptimizerConfig, *, offload: Offload | None = None
 ) -> ShardedOptimizer:
-    """`config.optimizer` over a `DataParallel`. Raises ValueError: Muon with offload."""
+    """`config.optimizer` over a `DataParallel`. Raises ValueError: Muon or LAMB with offload."""
     groups = groups_by_name(config, shard.named_parameters())
+    if config.optimizer in ("muon", "lamb") and offload is not None and offload.fraction > 0:
+        raise ValueError(
+            f"{config.optimizer} takes parameters as a whole where its states are, but offload={offload.kind!r} "
+            f"holds a fraction {offload.fraction} of them on the host; use fraction 0, or optimizer='adamw'"
+        )
+    if config.optimizer == "lamb":
+        return ShardedLamb(shard, config, groups=groups)
     if config.optimizer == "muon":
-        if offload is not None and offload.fraction > 0:
-            raise ValueError(
-                f"Muon multiplies matrices where its states are, but offload={offload.kind!r} holds a fraction "
-                f"{offload.fraction} of them on the host; use fraction 0, or optimizer='adamw'"
-            )
         return ShardedMuon(
             shard, config, groups=groups, hidden=_hidden_matrices(config.muon_except)
         )

@@ -65,8 +65,8 @@ def watch_optimizers(model: nn.Module) -> None:
             warnings.warn(
                 f"{optimizer_class.__name__} may look at a matrix as a whole (as Adafactor, Muon, LAMB do): of "
                 f"{affected[0]} it sees this rank's part, or [groups, heads, d, h] for [out, in], and does something "
-                "else. Elementwise optimizers (AdamW, SGD, Lion) are right; core.optimizer.ShardedMuon knows "
-                "the matrices",
+                "else. Elementwise optimizers (AdamW, SGD, Lion) are right; core.optimizer.ShardedMuon and "
+                "ShardedLamb know the matrices",
                 stacklevel=2,
             )
 

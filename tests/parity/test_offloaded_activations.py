@@ -130,13 +130,16 @@ def test_a_run_offloads_the_share_that_it_was_told(ranks):
     ranks(built, world=2)
 
 
-@pytest.mark.parametrize("policy, least", [("none", 0.8), ("selective", 0.8), ("layer", 0.4)])
-def test_what_a_transformers_layers_keep_falls_by_what_waits_on_the_host(policy, least):
+@pytest.mark.parametrize(
+    "policy, keeps, least",
+    [("none", "nothing", 0.8), ("selective", "nothing", 0.8), ("layer", "nothing", 0.4), ("layer", "attention", 0.6)],
+)
+def test_what_a_transformers_layers_keep_falls_by_what_waits_on_the_host(policy, keeps, least):
     """Of all that a forward leaves behind; outside of layers there are the logits and the embedding's result."""
     data, kept = batch(4), {}
     for fraction in (0.0, 0.5, 1.0):
         model = GPTModel(config(), spec(), VOCAB, S, parallel=ParallelState.single("cpu"))
-        apply_recompute(model, policy, stage=model.stage, keeps="nothing")
+        apply_recompute(model, policy, stage=model.stage, keeps=keeps)
         handle = offload_activations(model, fraction)
         for _ in range(2):  # the first run of a region is watched, and keeps more
             with live_bytes(ignore=[*model.parameters(), *data.values()]) as probe:

@@ -1,6 +1,7 @@
 """A run with adapters: on every layout alike, its small checkpoints, and the ordinary model that comes of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from core.dist_checkpointing.reading.loading import open_stored
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
 from core.models.huggingface.exporting import export_huggingface
+from core.models.lora import LoraConfig, apply_lora
 from core.models.lora.base import load_adapted
 from core.models.lora.peft_folder import export_adapters
 from core.parallel_state import ParallelState
@@ -126,6 +128,35 @@ def test_ranks_export_at_their_end_what_one_process_does(ranks, made, base, tmp_
     )
     assert there.keys() == here.keys()
     assert all(torch.allclose(there[name], here[name], atol=1e-5) for name in here)
+
+
+def with_model(made, directory, apply=False, **more):
+    """Losses of a run over a model that the program made."""
+    torch.set_default_dtype(torch.float32)
+    fields = fields_of(made, "llama-tied", **LORA | more, checkpoint__directory=str(directory))
+    folder = fields.pop("model.huggingface")
+    fields["data.tokenizer"] = f"{folder}/tokenizer.json"
+    run = RunConfig.from_dict(fields)
+    own = GPTModel(**from_huggingface(folder).arguments(), parallel=ParallelState.single("cpu"), seed=4)
+    if apply:
+        apply_lora(own, run.lora)
+        run = replace(run, lora=LoraConfig())
+    model, _, _, loader = initialize(own, config=run)
+    losses = [float(model.train_step(batch).loss) for batch in loader]
+    model.close()
+    return losses
+
+
+@pytest.mark.parametrize("apply", [False, True])
+def test_a_model_of_the_programs_own(made, tmp_path, apply):
+    """Adapted by the run or by the program itself; the run goes on with it either way."""
+    alone = with_model(made, tmp_path / "alone", apply, training__train_steps=4)
+    first = with_model(made, tmp_path / "run", apply)
+    assert first + with_model(made, tmp_path / "run", apply, training__train_steps=4) == pytest.approx(
+        alone, abs=5e-5
+    )
+    stored = lazy_tensors(f"{tmp_path}/run/step-00000004")
+    assert all(".adapter.lora_" in key for key in stored if key.startswith("model/"))
 
 
 @pytest.mark.parametrize(

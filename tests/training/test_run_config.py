@@ -111,7 +111,7 @@ WRONG = [
     (
         {"optimizer": {"optimizer": "muon"}, "data_parallel": {"offload": "optimizer"}},
         1,
-        "optimizer=muon multiplies matrices where its states are, offload_fraction=1.0",
+        "optimizer=muon takes parameters as a whole where its states are, offload_fraction=1.0",
     ),
     (
         {"optimizer": {"main_params": False}},

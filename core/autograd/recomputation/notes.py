@@ -15,10 +15,21 @@ from torch import Tensor
 # Set while a forward runs that has a second run, and in that second run, each time in the thread that runs it.
 _current: ContextVar["Notes | None"] = ContextVar("notes", default=None)
 
+# Set by whoever keeps the activations of a forward elsewhere: takes one, returns what gives it back.
+GiveBack = Callable[[], Tensor]
+move_noted: ContextVar[Callable[[Tensor], GiveBack] | None] = ContextVar("moved", default=None)
+
 _REMEDY = (
     "what a region calls must not depend on anything that changes between them, nor run compiled in one of them only "
     "(torch gives up after too many recompilations): compile all layers or none, or set recompute_keeps='nothing'"
 )
+
+
+class _Moved:
+    """Stands for a noted tensor that waits elsewhere."""
+
+    def __init__(self, give_back: GiveBack) -> None:
+        self.give_back = give_back
 
 
 class Notes:
@@ -89,6 +100,10 @@ class Notes:
                 value.detach() if isinstance(value, Tensor) else value for value in results
             )
             self._noted_activations = self._noted_activations or activation
+            if activation and (move := move_noted.get()) is not None:
+                aliases = tuple(
+                    _Moved(move(value)) if isinstance(value, Tensor) else value for value in aliases
+                )
             self._noted.append(
                 (aliases, [value._version for value in aliases if isinstance(value, Tensor)])
             )
@@ -107,6 +122,9 @@ class Notes:
             raise RuntimeError(
                 "recompute: a result that was noted for the second run was written in place; clone it"
             )
+        values = tuple(
+            value.give_back() if isinstance(value, _Moved) else value for value in values
+        )
         return tuple(value.detach() if isinstance(value, Tensor) else value for value in values)
 
 

@@ -10,11 +10,12 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 from core.dist_checkpointing.format.json_files import parse_json
 from core.dist_checkpointing.publish.manifest import leads_elsewhere
 from core.dist_checkpointing.storage.fs import open_regular
+from core.dist_checkpointing.tools.inert import InertUnpickler, Record, size_of
 from core.parallel_state.flat import Box, volume
 
 METADATA = ".metadata"
@@ -22,7 +23,6 @@ COMMON = "common.pt"  # of Megatron: what is no tensor
 MEGATRON = "metadata.json"
 # of `.metadata`: two million shards
 MAX_METADATA_BYTES = 256 << 20
-MAX_ARGUMENTS = 64
 
 _DCP = "torch.distributed.checkpoint."
 _MODULES = {
@@ -37,13 +37,15 @@ _MODULES = {
 class ByteRange:
     """Where the output of one `torch.save` lies: bytes of a file.
 
-    within: names and positions that lead to the value inside of what it loads.
+    within: names and positions that lead to the value inside of what it loads. raw: they are the plain values of a
+    tensor of that dtype, in C order, and no output of `torch.save`.
     """
 
     file: str
     offset: int
     length: int
     within: tuple[str, ...] = ()
+    raw: str | None = None
 
 
 @dataclass(frozen=True)
@@ -73,44 +75,15 @@ class DcpContents:
 ByteRanges = dict[tuple[str, tuple[int, ...] | None], ByteRange]
 
 
-class _Record:
-    """What the pickle says of an object, and nothing that the object could do."""
-
-    state: Any
-
-    def __init__(self, *arguments: Any) -> None:
-        # a pickle may give the same ones again and again, at no cost in bytes
-        if len(arguments) > MAX_ARGUMENTS:
-            raise pickle.UnpicklingError(f"{len(arguments)} arguments, which no class of DCP has")
-
-
-def _size(dims: Any = ()) -> tuple[Any, ...]:
-    """In the place of `torch.Size`."""
-    if len(dims) > MAX_ARGUMENTS:
-        raise pickle.UnpicklingError(f"a tensor of {len(dims)} dims")
-    return tuple(dims)
-
-
-def _member(kind: Any, name: Any) -> _Record:
+def _member(kind: Any, name: Any) -> Record:
     """In the place of `getattr`, by which Python 3.11.0 to 3.11.3 write the members of an enumeration."""
-    if not (isinstance(kind, type) and issubclass(kind, _Record) and isinstance(name, str)):
+    if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(name, str)):
         raise pickle.UnpicklingError("it names builtins.getattr of what is no enumeration of DCP's")
     return kind(name)
 
 
-class _Unpickler(pickle._Unpickler):
-    """Knows DCP's classes as records, `torch.Size` as a tuple, dtypes as their names.
-
-    Python's own implementation: the one in C allocates whatever a few bytes ask for.
-    """
-
-    stack: list[Any]
-    # opcode -> what it does
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
-
-    def __init__(self, file: Any) -> None:
-        super().__init__(file)
-        self._classes: dict[str, type[_Record]] = {}
+class _Unpickler(InertUnpickler):
+    """Knows DCP's classes as records, `torch.Size` as a tuple, dtypes as their names."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises UnpicklingError: a name that DCP does not write."""
@@ -119,34 +92,16 @@ class _Unpickler(pickle._Unpickler):
             "_get_layout",
         )
         if module in _MODULES or harmless:
-            return self._classes.setdefault(name, type(name, (_Record,), {}))
+            return self.record_of(name)
         if module == "torch":
             if name == "Size":
-                return _size
+                return size_of
             return name
         if (module, name) == ("builtins", "getattr"):
             return _member
         raise pickle.UnpicklingError(
             f"it names {module}.{name}, which is no part of DCP's metadata"
         )
-
-    def build(self) -> None:
-        """The opcode that would set an object's attributes, or call its `__setstate__`: here it is kept as data."""
-        state = self.stack.pop()
-        if not isinstance(self.stack[-1], _Record):
-            raise pickle.UnpicklingError(f"it changes a {type(self.stack[-1]).__name__}")
-        self.stack[-1].state = state
-
-    dispatch[pickle.BUILD[0]] = build
-    for _unused in (
-        pickle.BYTEARRAY8,
-        pickle.INST,
-        pickle.OBJ,
-        pickle.EXT1,
-        pickle.EXT2,
-        pickle.EXT4,
-    ):
-        del dispatch[_unused[0]]
 
 
 def read_dcp(folder: str) -> DcpContents:
@@ -232,7 +187,7 @@ def _contents(folder: str, metadata: Any) -> DcpContents:
 
 def _fields(record: Any, kind: str) -> dict[str, Any]:
     """The attributes of a record. ValueError: it is of another class."""
-    if not isinstance(record, _Record) or type(record).__name__ != kind:
+    if not isinstance(record, Record) or type(record).__name__ != kind:
         raise ValueError(f"{type(record).__name__} stands where {kind} should")
     return dict(record.state)
 

@@ -24,7 +24,7 @@ def load_saved(byte_range: ByteRange) -> Any:
     """What `torch.save` wrote there. Raises ValueError: damage, or a type that weights_only=True does not read."""
     try:
         with _open_range(byte_range) as file:
-            _check_archive(file, byte_range.length)
+            check_archive(file, byte_range.length)
             file.seek(0)
             value = torch.load(file, map_location="cpu", weights_only=True)
             for name in byte_range.within:
@@ -41,6 +41,14 @@ def load_saved(byte_range: ByteRange) -> Any:
         raise ValueError(
             f"bytes {byte_range.offset} to {end} of {byte_range.file}: {reason}"
         ) from None
+
+
+def _load_raw(byte_range: ByteRange, box: Box) -> Tensor:
+    """The values that lie there. Raises ValueError: the file ends before."""
+    with _open_range(byte_range) as file:
+        values = bytearray(file.read(byte_range.length))
+    dtype = getattr(torch, str(byte_range.raw))
+    return torch.frombuffer(values, dtype=dtype).view(extent(box))
 
 
 @contextmanager
@@ -82,7 +90,7 @@ class _FileRange(io.RawIOBase):
         return read_bytes
 
 
-def _check_archive(file: io.BufferedReader, length: int) -> None:
+def check_archive(file: io.BufferedReader, length: int) -> None:
     """Raises ValueError: no archive of torch.save, one that would be larger in memory than it is here, damage.
 
     torch itself does not look for damage.
@@ -139,7 +147,10 @@ class ShardCache:
         # least recently used first, before the next one is allocated
         while self._shards and self._cached_bytes() > CACHE_BYTES - byte_range.length:
             self._shards.popitem(last=False)
-        shard = load_saved(byte_range)
+        if byte_range.raw is not None:
+            shard = _load_raw(byte_range, box)
+        else:
+            shard = load_saved(byte_range)
         storable = isinstance(shard, Tensor) and not unstorable(shard)
         if (
             not storable

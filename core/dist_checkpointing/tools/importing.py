@@ -1,4 +1,4 @@
-"""`import`: a directory of torch's DCP, or Megatron's `torch_dist`, as a checkpoint of this format, streamed."""
+"""`import`: a directory of torch's DCP, Megatron's `torch_dist` or DeepSpeed's as a checkpoint here, streamed."""
 
 import json
 import os
@@ -27,6 +27,8 @@ from core.dist_checkpointing.state.tensors import unstorable
 from core.dist_checkpointing.storage.address import parse_address
 from core.dist_checkpointing.tools.dcp import COMMON, ByteRange, DcpContents, SavedTensor, read_dcp
 from core.dist_checkpointing.tools.dcp_shards import ShardCache, load_saved
+from core.dist_checkpointing.tools.deepspeed import read_deepspeed
+from core.dist_checkpointing.tools.deepspeed_files import is_deepspeed
 from core.dist_checkpointing.writing.job import Cells
 from core.parallel_state.flat import extent, whole
 
@@ -35,12 +37,17 @@ Path = tuple[str | int, ...]
 
 @dataclass
 class Import:
-    """What is imported. tensors, objects: by key. skipped: key -> why it cannot be imported."""
+    """What is imported. tensors, objects: by key. skipped: key -> why it cannot be imported.
+
+    derived: key -> the array that it is read from, and as which dtype. origin: the program that wrote it.
+    """
 
     version: str
     tensors: dict[str, SavedTensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
+    derived: dict[str, dict[str, str]] = field(default_factory=dict)
+    origin: str = "torch.distributed.checkpoint"
 
     @property
     def metadata(self) -> dict[str, Json]:
@@ -57,7 +64,7 @@ class Import:
     def attributes(self) -> Json:
         """Of the root group."""
         version = TAGGED if tagged(list(self.objects.values())) else FORMAT
-        return {"paracore": {"format": version, "objects": self.objects, "derived": {}}}
+        return {"paracore": {"format": version, "objects": self.objects, "derived": self.derived}}
 
     @property
     def nbytes(self) -> int:
@@ -83,6 +90,8 @@ def plan(source: str | os.PathLike[str]) -> Import:
     folder = parse_address(source)
     if "://" in folder:
         raise ValueError(f"{folder}: only local directories are imported; copy it to one")
+    if is_deepspeed(folder):
+        return _of_deepspeed(folder)
     saved = read_dcp(folder)
     imported = Import(saved.version)
     _add_tensors(imported, saved)
@@ -103,6 +112,22 @@ def plan(source: str | os.PathLike[str]) -> Import:
         )
     if not imported.tensors and not imported.objects:
         raise ValueError(f"{folder} holds nothing that can be imported: {imported.skipped}")
+    return imported
+
+
+def _of_deepspeed(folder: str) -> Import:
+    try:
+        contents = read_deepspeed(folder)
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of any content
+        raise ValueError(f"{folder}: {error!r}: not as DeepSpeed writes it") from None
+    imported = Import(contents.version, contents.tensors, origin="DeepSpeed")
+    imported.derived, imported.skipped = contents.derived, contents.skipped
+    for key, value in contents.values.items():
+        try:
+            check_key(key)
+            imported.objects[key] = _encoded(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            imported.skipped[key] = str(error)
     return imported
 
 
@@ -227,6 +252,6 @@ def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
 def run_of(imported: Import) -> dict[str, Any]:
     """What the manifest of an import says in the place of a run: where it came from, and when."""
     return {
-        "imported": {"from": "torch.distributed.checkpoint", "version": imported.version},
+        "imported": {"from": imported.origin, "version": imported.version},
         "time": time.time(),
     }

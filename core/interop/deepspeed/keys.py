@@ -105,7 +105,7 @@ IGNORED: dict[str, str] = {
 
 # sections without an effect here, whatever is in them
 IGNORED_SECTIONS: dict[str, str] = {
-    "activation_checkpointing": "training.recompute chooses what is computed again",
+    "activation_checkpointing": "training.recompute and training.offload_activations say what is kept, and where",
     "comet": METRICS,
     "csv_monitor": METRICS,
     "flops_profiler": "every line of the log tells TFLOP/s",

@@ -19,6 +19,7 @@ from core.parallel_state.layout import true_part
 from core.parallel_state.modules import named_parameters
 
 _MASK = (1 << 64) - 1
+_BLOCK = 1 << 22  # elements at a time: 64 MiB beside them
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,7 +39,7 @@ def fingerprint(
         # one of the ranks that hold the same part counts it
         if not parameter.requires_grad and layout.owned_by(ps.coordinate):
             values = true_part(parameter.detach(), layout, ps.coordinate, ps.sizes)
-            sums[name] = _sum_of_bits(values.to(dtype))
+            sums[name] = _sum_of_bits(values, dtype)
     whole: dict[str, int] = {}
     for part in all_gather_objects(sums, ps.world):
         for name, number in part.items():
@@ -47,10 +48,13 @@ def fingerprint(
     return f"{str(dtype).removeprefix('torch.')} {digest}"
 
 
-def _sum_of_bits(values: Tensor) -> int:
-    """Of all elements, and of their squares, modulo 2^64: each as the integer that its bits are."""
-    bits = values.contiguous().view(-1).view(_INTEGERS[values.element_size()]).to(torch.int64)
-    return int(bits.sum()) + 31 * int((bits * bits).sum()) & _MASK
+def _sum_of_bits(values: Tensor, dtype: torch.dtype) -> int:
+    """Of all elements, and of their squares, modulo 2^64: each as the integer that its bits in `dtype` are."""
+    total = 0
+    for block in values.contiguous().view(-1).split(_BLOCK):
+        bits = block.to(dtype).view(_INTEGERS[dtype.itemsize]).to(torch.int64)
+        total += int(bits.sum() + 31 * (bits * bits).sum())
+    return total & _MASK
 
 
 def adapters_of(checkpoint: str) -> dict[str, Any] | None:

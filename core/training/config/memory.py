@@ -22,7 +22,7 @@ from core.training.model.config import DTYPES
 # each is built, without memory; that takes about a millisecond
 _MOST_LAYERS = 512
 # of all elements, of muon the matrices
-_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "lion": 1}
+_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "lion": 1, "lamb": 2}
 
 
 def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:

@@ -293,13 +293,13 @@ def _update_rules(
     data_parallel: DataParallelConfig,
     optimizer: OptimizerConfig,
 ) -> Rules:
-    """Muon needs its states at hand; stochastic rounding and loss scales need their dtypes (mixed precision)."""
+    """Muon and LAMB need their states at hand; stochastic rounding and loss scales (mixed precision) their dtypes."""
     yield (
-        optimizer.optimizer != "muon"
+        optimizer.optimizer not in ("muon", "lamb")
         or data_parallel.offload == "none"
         or data_parallel.offload_fraction == 0,
-        f"optimizer=muon multiplies matrices where its states are, offload_fraction={data_parallel.offload_fraction} "
-        "of them would be on the host; use offload=none, or optimizer=adamw",
+        f"optimizer={optimizer.optimizer} takes parameters as a whole where its states are, offload_fraction="
+        f"{data_parallel.offload_fraction} of them would be on the host; use offload=none, or optimizer=adamw",
     )
     yield (
         optimizer.main_params or model.bf16,

@@ -11,6 +11,7 @@ from torch import nn
 
 from core.dist_checkpointing.planning.ranks import from_first
 from core.models.gpt import GPTModel
+from core.models.lora import LoraConfig, apply_lora
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState, current_state, model_parallel_is_initialized
 from core.parallel_state.collectives.groups import destroy_world, is_initialized, world
@@ -146,7 +147,7 @@ def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
 def _checked_run(
     run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, world_size: int
 ) -> RunConfig:
-    """The run with its data size. Weights for a model of the user's are compared with it when they are loaded.
+    """The run with its data size. Weights and adapters of a model of the user's are compared with it later.
 
     Raises ValueError: what does not fit together; a model that is given, and named in the run, too.
     """
@@ -158,9 +159,9 @@ def _checked_run(
             f"initialize was given a model, and the run says {named}: 2 models for one run; leave one of them out "
             "(load_huggingface(model, folder) fills a GPTModel of your own)"
         )
-    without = replace(run, checkpoint=replace(run.checkpoint, weights=None)).check(world_size)
-    without = with_token_files(without).check(world_size)
-    return replace(without, checkpoint=run.checkpoint)
+    unsaid = replace(run, checkpoint=replace(run.checkpoint, weights=None), lora=LoraConfig())
+    without = with_token_files(unsaid.check(world_size)).check(world_size)
+    return replace(without, checkpoint=run.checkpoint, lora=run.lora)
 
 
 def _is_gpt(model: nn.Module | Mapping[int, nn.Module] | None) -> bool:
@@ -220,9 +221,12 @@ def _build_stages(
         stages[index] = module
     if corpus is not None:
         corpus.check_stages(stages)
-    weights = run.checkpoint.weights
-    if weights is not None and not from_first(run.checkpoint.resumes, ps):
-        load_weights(stages, weights, ps, _say_on_first_rank(ps))
+    weights, lora = run.checkpoint.weights, run.lora
+    in_checkpoint = lora.rank is None or lora.save_base  # else frozen weights are read again
+    if weights is not None and not (in_checkpoint and from_first(run.checkpoint.resumes, ps)):
+        load_weights(stages, weights, ps, _say_on_first_rank(ps), grows=lora.rank is None)
+    if lora.rank is not None:
+        apply_lora(stages, lora)
     return stages
 
 
