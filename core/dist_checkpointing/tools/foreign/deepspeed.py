@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.dist_checkpointing.tools.dcp import SavedTensor
-from core.dist_checkpointing.tools.dcp_shards import ShardCache
-from core.dist_checkpointing.tools.deepspeed_files import DeepSpeedFiles, read_files
-from core.dist_checkpointing.tools.deepspeed_pieces import (
+from core.dist_checkpointing.tools.foreign.dcp import SavedTensor
+from core.dist_checkpointing.tools.foreign.dcp_shards import ShardCache
+from core.dist_checkpointing.tools.foreign.deepspeed_files import DeepSpeedFiles, read_files
+from core.dist_checkpointing.tools.foreign.deepspeed_pieces import (
     MAIN,
     Piece,
     Shape,
@@ -22,9 +22,9 @@ from core.dist_checkpointing.tools.deepspeed_pieces import (
     stages_1_and_2,
     whole_piece,
 )
-from core.dist_checkpointing.tools.deepspeed_universal import read_universal
-from core.dist_checkpointing.tools.deepspeed_unsharded import unsharded
-from core.dist_checkpointing.tools.torch_archive import ArchivedTensor
+from core.dist_checkpointing.tools.foreign.deepspeed_universal import read_universal
+from core.dist_checkpointing.tools.foreign.deepspeed_unsharded import unsharded
+from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor
 
 _READ = {  # of a file of model states: what becomes arrays, or says where they are
     "module",

@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from core.dist_checkpointing.tools.dcp_shards import ShardCache
-from core.dist_checkpointing.tools.deepspeed_pieces import (
+from core.dist_checkpointing.tools.foreign.dcp_shards import ShardCache
+from core.dist_checkpointing.tools.foreign.deepspeed_pieces import (
     MAIN,
     STEP,
     States,
     saved_tensor,
     whole_piece,
 )
-from core.dist_checkpointing.tools.torch_archive import ArchivedTensor
+from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor
 from core.parallel_state.flat import whole
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.storage.fs import open_regular
-from core.dist_checkpointing.tools.dcp import ByteRange
-from core.dist_checkpointing.tools.dcp_shards import check_archive
-from core.dist_checkpointing.tools.inert import InertUnpickler, size_of
+from core.dist_checkpointing.tools.foreign.dcp import ByteRange
+from core.dist_checkpointing.tools.foreign.dcp_shards import check_archive
+from core.dist_checkpointing.tools.foreign.inert import InertUnpickler, size_of
 
 MAX_PICKLE_BYTES = 256 << 20  # names and shapes, not values
 _STORAGES = {

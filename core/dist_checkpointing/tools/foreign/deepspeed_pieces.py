@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from core.dist_checkpointing.tools.dcp import SavedTensor
-from core.dist_checkpointing.tools.inert import Record
-from core.dist_checkpointing.tools.torch_archive import ArchivedTensor
+from core.dist_checkpointing.tools.foreign.dcp import SavedTensor
+from core.dist_checkpointing.tools.foreign.inert import Record
+from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor
 from core.parallel_state.flat import flat_boxes, volume
 
 Shape = tuple[int, ...]
