@@ -124,10 +124,12 @@ def plan(source: str | os.PathLike[str]) -> Import:
 def _of_deepspeed(folder: str) -> Import:
     try:
         contents = read_deepspeed(folder)
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of any content
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # of any content
         raise ValueError(f"{folder}: {error!r}: not as DeepSpeed writes it") from None
     imported = Import(contents.version, contents.tensors, origin="DeepSpeed")
-    imported.derived, imported.skipped = contents.derived, contents.skipped
+    imported.derived = contents.derived
+    imported.skipped = contents.skipped
     for key, value in contents.values.items():
         try:
             check_key(key)

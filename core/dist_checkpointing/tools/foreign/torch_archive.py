@@ -118,7 +118,8 @@ def _start_of(file: io.BufferedReader, entry: zipfile.ZipInfo) -> int:
 class _Unpickler(InertUnpickler):
     def __init__(self, data: io.BytesIO, path: str, starts: dict[str, tuple[int, int]]) -> None:
         super().__init__(data)
-        self._path, self._starts = path, starts
+        self._path = path
+        self._starts = starts
 
     def find_class(self, module: str, name: str) -> Any:
         """torch's words for tensors are functions of this class, every other class is a record."""
