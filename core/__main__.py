@@ -46,18 +46,21 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Raises SystemExit: as the command ends.
     """
-    words = sys.argv[1:] if args is None else list(args)
-    if not words or words[0] in ("-h", "--help", "help"):
+    command_line = sys.argv[1:] if args is None else list(args)
+    if not command_line or command_line[0] in ("-h", "--help", "help"):
         print(_help())
         return 0
-    if words[0] in ("--version", "-V"):
+    if command_line[0] in ("--version", "-V"):
         print(f"paracore {__version__}")
         return 0
-    if words[0] not in COMMANDS:
-        print(f"error: there is no command {words[0]!r}; {_nearest(words[0])}", file=sys.stderr)
+    if command_line[0] not in COMMANDS:
+        print(
+            f"error: there is no command {command_line[0]!r}; {_nearest(command_line[0])}",
+            file=sys.stderr,
+        )
         return 2
-    module, _ = COMMANDS[words[0]]
-    sys.argv = [f"paracore {words[0]}", *words[1:]]
+    module, _ = COMMANDS[command_line[0]]
+    sys.argv = [f"paracore {command_line[0]}", *command_line[1:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     return 0
 

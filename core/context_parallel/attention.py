@@ -85,11 +85,11 @@ class _ContextAttention(torch.autograd.Function):
         # where the output is noted, a second run exchanges nothing: heads are exchanged in backward instead
         ctx.by_heads = exchange.heads is not None and not notes_activations()
         if ctx.by_heads:
-            result, logsumexp, *kept = attend()
+            result, logsumexp, *saved = attend()
         else:
             result, logsumexp = note(lambda: attend()[:2], activation=True)
-            kept = [q, k, v, result]
-        ctx.save_for_backward(*kept, logsumexp)
+            saved = [q, k, v, result]
+        ctx.save_for_backward(*saved, logsumexp)
         return result
 
     @staticmethod
@@ -97,15 +97,15 @@ class _ContextAttention(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("attention over context ranks")
         exchange = ctx.exchange
-        *kept, logsumexp = ctx.saved_tensors
+        *saved, logsumexp = ctx.saved_tensors
         heads = exchange.heads
         # what is saved has the layout of heads, or that of rows; the gradient is brought to the same
         if ctx.by_heads:
             (grad,) = to_heads((grad,), heads)
         elif heads is not None:
-            grad, *kept = to_heads((grad, *kept), heads)
-        rows = exchange.of_rows(kept[0], ctx.documents, ctx.scale)
-        gradients = exchange.backward(rows, grad, *kept, logsumexp)
+            grad, *saved = to_heads((grad, *saved), heads)
+        rows = exchange.of_rows(saved[0], ctx.documents, ctx.scale)
+        gradients = exchange.backward(rows, grad, *saved, logsumexp)
         return *(from_heads(gradients, heads) if heads is not None else gradients), None, None, None
 
 

@@ -56,4 +56,6 @@ def within_window(
 def visible_mask(document_begin: Tensor) -> Tensor:
     """document_begin [b, s] of whole sequences -> the bool mask [b, 1, s, s] for other attentions, True = masked."""
     rows = torch.arange(document_begin.shape[1], device=document_begin.device)
-    return (rows > rows[:, None]) | (rows < document_begin[:, None, :, None])
+    is_later = rows > rows[:, None]
+    is_in_earlier_document = rows < document_begin[:, None, :, None]
+    return is_later | is_in_earlier_document

@@ -44,15 +44,15 @@ class Passed:
 def forward(rows: RowsOfRing, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> tuple[Tensor, Tensor]:
     """Output and logsumexp. cp - 1 messages of k and v each way."""
     attended = Attended(rows, q)
-    held = torch.stack((k, v))
-    passed = Passed(held, ring)
+    keys_and_values = torch.stack((k, v))
+    passed = Passed(keys_and_values, ring)
     attended.add(rows.own, k, v)
     for block in rows.others:
-        held = passed.wait()
+        keys_and_values = passed.wait()
         if block is not rows.others[-1]:
-            passed = Passed(held, ring)
+            passed = Passed(keys_and_values, ring)
         # while the next one is on its way
-        attended.add(block, held[0], held[1])
+        attended.add(block, keys_and_values[0], keys_and_values[1])
     return attended.result()
 
 
@@ -69,19 +69,19 @@ def backward(
     """Gradients of q, k, v. k and v travel again; what others add to their gradients follows a step behind and comes
     home at the end, where the own part is."""
     gradients = Gradients(rows, grad, q, out, logsumexp)
-    held = torch.stack((k, v))
-    passed = Passed(held, ring)
+    keys_and_values = torch.stack((k, v))
+    passed = Passed(keys_and_values, ring)
     own_k, own_v = gradients.add(rows.own, k, v)
     travelling: Passed | None = None
     for block in rows.others:
-        held = passed.wait()
+        keys_and_values = passed.wait()
         if block is not rows.others[-1]:
-            passed = Passed(held, ring)
-        dk, dv = gradients.add(block, held[0], held[1])
+            passed = Passed(keys_and_values, ring)
+        dk, dv = gradients.add(block, keys_and_values[0], keys_and_values[1])
         if travelling is not None:
             sums = travelling.wait()
         else:
-            sums = torch.zeros_like(held)
+            sums = torch.zeros_like(keys_and_values)
         keys = slice(block.keys.start, block.keys.stop)
         sums[0][:, :, keys] += dk
         sums[1][:, :, keys] += dv

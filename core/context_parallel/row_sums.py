@@ -358,8 +358,8 @@ def _follow_loss(
         return float(x.numel())
     if target.is_floating_point():
         return x.numel() / x.shape[class_dim]
-    kept = target[target != kwargs.get("ignore_index", -100)]
+    counted_labels = target[target != kwargs.get("ignore_index", -100)]
     weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
     if weight is not None:
-        return float(weight[kept].sum())
-    return float(kept.numel())
+        return float(weight[counted_labels].sum())
+    return float(counted_labels.numel())

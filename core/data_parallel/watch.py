@@ -199,11 +199,13 @@ class UpdateWatch:
         if reading_waits(self._agreement.device):
             return False
         self._take_weights()
-        seen = [checksum(buffer.values) for buffer in self._buffers if buffer.whole_for_program]
+        checksums = [
+            checksum(buffer.values) for buffer in self._buffers if buffer.whole_for_program
+        ]
         met = self._meetings_at_look
         self._meetings_at_look = self._agreement.meetings
         before = self._seen
-        self._seen = torch.stack(seen) if seen else None
+        self._seen = torch.stack(checksums) if checksums else None
         if self._forwards == 1 or self._seen is None or met != self._agreement.meetings:
             return False
         return before is None or not torch.equal(before, self._seen)

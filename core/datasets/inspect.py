@@ -158,12 +158,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.verify:
         values["verified"] = True
-    told = json.dumps(values, indent=2) if options.json else text(values)
+    output = json.dumps(values, indent=2) if options.json else text(values)
     if options.verify and not options.json:
         kind = "both tables" if file.card is None else "every byte"
-        told += f"\n  {'verified':<12} {kind} read and right"
+        output += f"\n  {'verified':<12} {kind} read and right"
     try:
-        print(told, flush=True)
+        print(output, flush=True)
     except BrokenPipeError:
         # `| head` has read enough; what is left is flushed at exit, to nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -11,9 +11,6 @@ from core.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from core.optimizer.adamw import ShardedAdamW as ShardedAdamW
     from core.optimizer.build import build_optimizer as build_optimizer
-    from core.optimizer.clip_grads import GradScaler as GradScaler
-    from core.optimizer.clip_grads import clip_grad_norm_ as clip_grad_norm_
-    from core.optimizer.clip_grads import get_grad_norm as get_grad_norm
     from core.optimizer.config import OptimizerConfig as OptimizerConfig
     from core.optimizer.lamb import ShardedLamb as ShardedLamb
     from core.optimizer.lion import ShardedLion as ShardedLion
@@ -24,6 +21,9 @@ if TYPE_CHECKING:
     from core.optimizer.state.offload import Offload as Offload
     from core.optimizer.state.sharded_states import OptimizerShard as OptimizerShard
     from core.optimizer.state.sharded_states import sharded_state_dict as sharded_state_dict
+    from core.optimizer.step.clip_grads import GradScaler as GradScaler
+    from core.optimizer.step.clip_grads import clip_grad_norm_ as clip_grad_norm_
+    from core.optimizer.step.clip_grads import get_grad_norm as get_grad_norm
     from core.optimizer.step.step_stats import StepStats as StepStats
 else:
     __getattr__, __dir__ = lazy_exports(__name__)

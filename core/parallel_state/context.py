@@ -126,15 +126,15 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
             f"{rows.size} context ranks hold parts; known: {', '.join(_PER_TOKEN)}. Cut it with "
             "ContextRows.of_state(ps).of(value, dim)"
         )
-    found = {}
+    local_batch = {}
     for name, value in batch.items():
         if name in _PER_TOKEN:
-            found[name] = rows.of(value, 1)
+            local_batch[name] = rows.of(value, 1)
         else:
-            found[name] = value
-    if found.get("position_ids") is None:
-        found["position_ids"] = rows.rows(s).to(tokens.device).expand(b, -1)
-    return found
+            local_batch[name] = value
+    if local_batch.get("position_ids") is None:
+        local_batch["position_ids"] = rows.rows(s).to(tokens.device).expand(b, -1)
+    return local_batch
 
 
 def _has_rows(value: Any, s: int) -> bool:

@@ -36,10 +36,10 @@ class Init:
         self, shape: tuple[int, ...], device: torch.device, generator: torch.Generator
     ) -> Tensor:
         """float32 values of that shape."""
-        how: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
+        options: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
         if self.bound:
-            return torch.rand(shape, **how).mul_(2 * self.bound).add_(self.mean - self.bound)
-        return torch.randn(shape, **how).mul_(self.std).add_(self.mean)
+            return torch.rand(shape, **options).mul_(2 * self.bound).add_(self.mean - self.bound)
+        return torch.randn(shape, **options).mul_(self.std).add_(self.mean)
 
 
 def initialize_parameters(

@@ -204,10 +204,10 @@ class _After:
             return
         if torch._C._are_functorch_transforms_active() or _driven_by_executor():
             return
-        wanted = [x for x in _tensors_of(output) if x.requires_grad]
-        if any(x.is_meta for x in wanted):
+        differentiable = [x for x in _tensors_of(output) if x.requires_grad]
+        if any(x.is_meta for x in differentiable):
             return
-        self._before.watch.follow_after(module, wanted, are_replicated=None)
+        self._before.watch.follow_after(module, differentiable, are_replicated=None)
 
 
 def _driven_by_executor() -> bool:

@@ -127,14 +127,14 @@ def _texts_and_settings(
 
 def _tokenizer_of_run(trained: Trained) -> str:
     """Raises ValueError: the run's tokenizer is not there, or it was bytes."""
-    said = trained.settings.get("model.huggingface")
-    folder = None if said == "None" else said
+    folder_setting = trained.settings.get("model.huggingface")
+    folder = None if folder_setting == "None" else folder_setting
     if own := tokenizer_in(folder):
         return own
-    given = trained.settings.get("data.tokenizer")
+    tokenizer_setting = trained.settings.get("data.tokenizer")
     train = trained.settings.get("data.train") or ()
-    if given not in (None, "None"):
-        return str(given)
+    if tokenizer_setting not in (None, "None"):
+        return str(tokenizer_setting)
     prefixes = [prefix for _, prefix in open_blend(train)] if train else []
     beside = tokenizer_beside(prefixes[0]) if prefixes else None
     if beside is None:
@@ -166,9 +166,9 @@ def _refuse_other_tokenizer(trained: Trained, corpus: Corpus) -> None:
         )
 
 
-def _print_losses(url: str, found: Mapping[str, TextLoss], as_json: bool, limited: bool) -> None:
+def _print_losses(url: str, losses: Mapping[str, TextLoss], as_json: bool, limited: bool) -> None:
     rows = {}
-    for name, text in found.items():
+    for name, text in losses.items():
         values = {
             "loss": text.loss,
             "perplexity": perplexity(text.loss),
@@ -180,11 +180,11 @@ def _print_losses(url: str, found: Mapping[str, TextLoss], as_json: bool, limite
         print(json.dumps({"model": url, "texts": rows}))
         return
     print(url)
-    if limited and len({text.tokens for text in found.values()}) > 1:
+    if limited and len({text.tokens for text in losses.values()}) > 1:
         print(
             "note: texts of different length, a batch is of one layout; --max-tokens takes as much of each"
         )
-    for name, text in found.items():
+    for name, text in losses.items():
         print(
             f"{name}: loss {text.loss:.4f} nats per token, perplexity {perplexity(text.loss):.4g}, "
             f"{text.bits_per_byte:.4f} bits per byte ({text.tokens:,} tokens, {text.num_bytes:,} bytes)"

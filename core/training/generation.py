@@ -83,9 +83,9 @@ def generate_batch(
     )
     if new_tokens < 0:
         raise ValueError(f"new_tokens={new_tokens} must be at least 0")
-    how = sampling if sampling is not None else Sampling()
+    sampler = sampling if sampling is not None else Sampling()
     texts = [
-        _Text(model, prompt, new_tokens, how, how.seed + i, stop)
+        _Text(model, prompt, new_tokens, sampler, sampler.seed + i, stop)
         for i, prompt in enumerate(prompts)
     ]
     modules: list[nn.Module] = [model] if executor is None else list(executor.modules.values())

@@ -44,8 +44,8 @@ class Sampling:
         scaled = logits.double().cpu() / self.temperature
         if self.top_k is not None and self.top_k < len(scaled):
             # of equal ones the first: exactly k
-            kept = scaled.topk(self.top_k)
-            scaled = torch.full_like(scaled, -torch.inf).scatter(0, kept.indices, kept.values)
+            best = scaled.topk(self.top_k)
+            scaled = torch.full_like(scaled, -torch.inf).scatter(0, best.indices, best.values)
         probabilities = torch.softmax(scaled, -1)
         if self.top_p is not None:
             probabilities = self._nucleus(probabilities, self.top_p)
@@ -57,6 +57,6 @@ class Sampling:
         ordered, tokens = probabilities.sort(descending=True)
         # what comes before a token: the likeliest has 0 before it, and always stays
         before = ordered.cumsum(0) - ordered
-        kept = torch.zeros_like(probabilities)
-        kept[tokens] = torch.where(before < top_p, ordered, 0.0)
-        return kept
+        nucleus = torch.zeros_like(probabilities)
+        nucleus[tokens] = torch.where(before < top_p, ordered, 0.0)
+        return nucleus

@@ -17,7 +17,7 @@ from core.dist_checkpointing import (
     save,
 )
 from core.dist_checkpointing.__main__ import main
-from core.dist_checkpointing.tools import dcp_shards
+from core.dist_checkpointing.tools.foreign import dcp_shards
 from core.dist_checkpointing.writing.job import Job
 from core.models.gpt import GPTModel, llama_spec
 from core.transformer import TransformerConfig

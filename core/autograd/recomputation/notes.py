@@ -92,12 +92,12 @@ class Notes:
             return make()
         if self._next is None:
             if self._outer is None:
-                made = make()
+                results = make()
             else:
-                made = self._outer.take(make, activation=activation)
+                results = self._outer.take(make, activation=activation)
             # aliases without a graph: a noted tensor must not keep alive what it was computed from
             aliases = tuple(
-                value.detach() if isinstance(value, Tensor) else value for value in made
+                value.detach() if isinstance(value, Tensor) else value for value in results
             )
             self._noted_activations = self._noted_activations or activation
             if activation and (move := move_noted.get()) is not None:
@@ -107,7 +107,7 @@ class Notes:
             self._noted.append(
                 (aliases, [value._version for value in aliases if isinstance(value, Tensor)])
             )
-            return made
+            return results
         # the first run was compiled, which notes none
         if activation and not self._noted_activations:
             return make()

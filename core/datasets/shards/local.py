@@ -63,10 +63,10 @@ class LocalShards:
         shard = self.manifest.shards[number]
         with self._locked(number):
             file = self._is_here(number) or self._bring(number)
-            found = sampled_hash(file_paths(file.prefix)[0])
-        if (file.num_tokens, found) != (shard.tokens, shard.hash):
+            actual_hash = sampled_hash(file_paths(file.prefix)[0])
+        if (file.num_tokens, actual_hash) != (shard.tokens, shard.hash):
             raise ValueError(
-                f"{file.prefix} has {file.num_tokens} tokens (hash {found[:12]}), the list of shards says "
+                f"{file.prefix} has {file.num_tokens} tokens (hash {actual_hash[:12]}), the list of shards says "
                 f"{shard.tokens} ({shard.hash[:12]}); fetch it again, or write the list anew"
             )
         return file

@@ -25,10 +25,16 @@ from core.dist_checkpointing.state.leaves import encode, tagged
 from core.dist_checkpointing.state.mapping import map_leaves
 from core.dist_checkpointing.state.tensors import unstorable
 from core.dist_checkpointing.storage.address import parse_address
-from core.dist_checkpointing.tools.dcp import COMMON, ByteRange, DcpContents, SavedTensor, read_dcp
-from core.dist_checkpointing.tools.dcp_shards import ShardCache, load_saved
-from core.dist_checkpointing.tools.deepspeed import read_deepspeed
-from core.dist_checkpointing.tools.deepspeed_files import is_deepspeed
+from core.dist_checkpointing.tools.foreign.dcp import (
+    COMMON,
+    ByteRange,
+    DcpContents,
+    SavedTensor,
+    read_dcp,
+)
+from core.dist_checkpointing.tools.foreign.dcp_shards import ShardCache, load_saved
+from core.dist_checkpointing.tools.foreign.deepspeed import read_deepspeed
+from core.dist_checkpointing.tools.foreign.deepspeed_files import is_deepspeed
 from core.dist_checkpointing.writing.job import Cells
 from core.parallel_state.flat import extent, whole
 
@@ -118,10 +124,12 @@ def plan(source: str | os.PathLike[str]) -> Import:
 def _of_deepspeed(folder: str) -> Import:
     try:
         contents = read_deepspeed(folder)
-    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # of any content
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        # of any content
         raise ValueError(f"{folder}: {error!r}: not as DeepSpeed writes it") from None
     imported = Import(contents.version, contents.tensors, origin="DeepSpeed")
-    imported.derived, imported.skipped = contents.derived, contents.skipped
+    imported.derived = contents.derived
+    imported.skipped = contents.skipped
     for key, value in contents.values.items():
         try:
             check_key(key)

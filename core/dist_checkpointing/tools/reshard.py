@@ -66,7 +66,8 @@ def _copied_cells(stored: StoredCheckpoint, metadata: Mapping[str, Json], done: 
     # run through twice, so a function: once for what is to be read, once for what is written
     def new_cells() -> Iterator[tuple[str, Index, Box]]:
         for key in stored.keys:
-            for index, box in cells(stored.shape(key), Chunking.from_metadata(metadata[key]).cell):
+            new_cell = Chunking.from_metadata(metadata[key]).cell
+            for index, box in cells(stored.shape(key), new_cell):
                 yield key, index, box
 
     arrays = stream(stored, ((key, box) for key, _, box in new_cells()))

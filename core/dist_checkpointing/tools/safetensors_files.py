@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TypeVar
@@ -110,7 +111,7 @@ def write_files(
 
     values_of(tensor) -> its values in C order, in arrays that follow each other; asked for in the order of `files`.
     """
-    tensors = [tensor for file in files for tensor in file]
+    tensors = list(chain.from_iterable(files))
     _refuse_unnamed(tensors)
     file_of_tensor: dict[str, str] = {}
     for number, file_tensors in enumerate(files, 1):

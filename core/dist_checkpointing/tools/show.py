@@ -89,12 +89,12 @@ def _provenance(stored: StoredCheckpoint) -> str:
     # a hundred values; --json shows them
     run.pop("settings", None)
     # a manifest may hold anything: what is no number or dict is shown as it is, with the rest
-    words = ["written"]
+    phrases = ["written"]
     if isinstance(seconds, (int, float)):
-        words.append(_date(seconds))
+        phrases.append(_date(seconds))
     if isinstance(layout, dict):
-        words.append("by " + " ".join(f"{axis}={size}" for axis, size in layout.items()))
-    return " ".join(words) + "".join(
+        phrases.append("by " + " ".join(f"{axis}={size}" for axis, size in layout.items()))
+    return " ".join(phrases) + "".join(
         f", {key} {_short(value)}" for key, value in sorted(run.items())
     )
 

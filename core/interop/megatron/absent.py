@@ -31,8 +31,8 @@ _INSTEAD = {
 
 def _instead(module: str) -> str:
     """What to use in the place of a module, its name counted from `megatron.core`."""
-    for theirs, ours in _INSTEAD.items():
-        if module == theirs or module.startswith(f"{theirs}."):
+    for megatron_module, ours in _INSTEAD.items():
+        if module == megatron_module or module.startswith(f"{megatron_module}."):
             return f"use {ours}; "
     return ""
 

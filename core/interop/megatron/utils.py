@@ -62,18 +62,21 @@ def get_batch_on_this_cp_rank(batch: dict[str, Tensor | None]) -> dict[str, Tens
     ps = current_state()
     if ps.size("cp") == 1:
         return batch
-    given: dict[str, Tensor] = {name: value for name, value in batch.items() if value is not None}
-    if (mask := given.pop("attention_mask", None)) is not None and (
-        begin := _document_begin(mask)
-    ).any():
-        given["document_begin"] = begin.expand(given["tokens"].shape)
-    mine = context_batch(given, ps)
-    begins = mine.pop("document_begin", None)
-    return {name: begins if name == "attention_mask" else mine.get(name) for name in batch}
+    entries: dict[str, Tensor] = {name: value for name, value in batch.items() if value is not None}
+    mask = entries.pop("attention_mask", None)
+    if mask is not None:
+        begin = _document_begin(mask)
+        # where every row sees the first one, attention is plainly causal, and needs no mask
+        if begin.any():
+            entries["document_begin"] = begin.expand(entries["tokens"].shape)
+    local_entries = context_batch(entries, ps)
+    begins = local_entries.pop("document_begin", None)
+    return {name: begins if name == "attention_mask" else local_entries.get(name) for name in batch}
 
 
 def _document_begin(mask: Tensor) -> Tensor:
     """bool [b or 1, 1, s, s], True = hidden, of documents -> int64 [b or 1, s]: the first key that each row sees."""
+    # argmax gives the first of equal values: the first key that is not hidden
     begin = mask[:, 0].logical_not().to(torch.uint8).argmax(-1)
     if not torch.equal(visible_mask(begin), mask):
         raise ValueError(

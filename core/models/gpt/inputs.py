@@ -143,11 +143,11 @@ def check_documents(
     group = ps.group("cp") if ps.device.type == "cpu" else None
     if group is not None:
         text = (problem or "").encode()[:_TOLD]
-        told = all_gather(
+        texts_as_bytes = all_gather(
             torch.frombuffer(bytearray(text.ljust(_TOLD, b"\0")), dtype=torch.uint8)[None], group
         )
-        if told.any():
-            texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in told]
+        if texts_as_bytes.any():
+            texts = [bytes(row.tolist()).rstrip(b"\0").decode() for row in texts_as_bytes]
         else:
             texts = []
         problem = "; ".join(

@@ -1,6 +1,7 @@
 """A GPT in pipeline stages: each rank builds only its layers, under their global names."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from core.models.gpt.gpt_model import GPTModel
@@ -63,7 +64,7 @@ def gpt_stages(
     if layers is None:
         layers = split_layers(config, vocab_size, max_sequence_length, stages)
     layers_of_stage = list(layers)
-    numbers = [number for stage_layers in layers_of_stage for number in stage_layers]
+    numbers = list(chain.from_iterable(layers_of_stage))
     if len(layers_of_stage) != stages or numbers != list(range(config.num_layers)):
         raise ValueError(
             f"layers {layers_of_stage} are {len(layers_of_stage)} parts for {stages} stages; together they must be 0 "

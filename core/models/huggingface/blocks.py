@@ -26,12 +26,15 @@ class Block:
     def to_ours(self, values: Tensor, box: Tensor) -> None:
         """Copy the Hugging Face block into the tensor of our box."""
         target = box[self.ours]
-        target.copy_((values.t() if self.transposed else values).reshape(target.shape))
+        if self.transposed:
+            values = values.t()
+        target.copy_(values.reshape(target.shape))
 
     def to_huggingface(self, box: Tensor, values: Tensor) -> None:
         """Copy ours into the Hugging Face block."""
-        target = values.t() if self.transposed else values
-        target.copy_(box[self.ours].reshape(target.shape))
+        if self.transposed:
+            values = values.t()
+        values.copy_(box[self.ours].reshape(values.shape))
 
 
 Shape = tuple[int, ...]
@@ -96,10 +99,9 @@ def _qkv(
 ) -> Iterator[Block]:
     groups, heads, dims, *rest = box  # bias: no rest
     per_group = config.num_attention_heads // config.groups
-    assert (heads.start, heads.stop) == (0, per_group + 2) and (dims.start, dims.stop) == (
-        0,
-        config.head_size,
-    ), "tensor parallelism splits groups, never a head"
+    has_whole_groups = (heads.start, heads.stop) == (0, per_group + 2)
+    has_whole_heads = (dims.start, dims.stop) == (0, config.head_size)
+    assert has_whole_groups and has_whole_heads, "tensor parallelism splits groups, never a head"
     # of a group: per_group query heads, one key head, one value head
     for name, start, first, count in zip(
         names, starts, (0, per_group, per_group + 1), (per_group, 1, 1), strict=True

@@ -35,8 +35,10 @@ def _gates_stacked(
 ) -> Iterator[Block]:
     experts, halves, width, columns = box
     for half in range(halves.start, halves.stop):
-        rows = slice(half * config.moe_ffn + width.start, half * config.moe_ffn + width.stop)
-        yield Block(names[0], (experts, rows, columns), (slice(None), half - halves.start))
+        first = half * config.moe_ffn
+        rows = slice(first + width.start, first + width.stop)
+        ours = (slice(None), half - halves.start)
+        yield Block(names[0], (experts, rows, columns), ours)
 
 
 def _count(config: TransformerConfig) -> int:

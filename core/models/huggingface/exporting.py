@@ -6,6 +6,7 @@ One tensor is in memory at a time.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def export_huggingface(
     ours = Parameters(form, arrays, str(checkpoint), lambda part: next(in_order))
     files = tensors_by_file(ours.their_tensors(), file_bytes)
     # the files are written in this order, so each parameter is read once, and while the one before is written
-    parts = ours.reads(tensor for tensors in files for tensor in tensors)
+    parts = ours.reads(chain.from_iterable(files))
     with ExitStack() as opened:
         temporary = _new_folder(opened, folder, files)
         in_order = read_in_order([(stored[part.key], part.layer) for part in parts])
@@ -103,8 +104,8 @@ def _export_adapted(
         load_adapted,
     )  # here: it reads folders of Hugging Face's itself
 
-    said: Any = open_stored(checkpoint).run.get("model")
-    arguments = form.model.arguments() if said is None else described(said)
+    facts_of_model: Any = open_stored(checkpoint).run.get("model")
+    arguments = form.model.arguments() if facts_of_model is None else described(facts_of_model)
     model = GPTModel(**arguments, parallel=(alone := ParallelState.single("cpu")), seed=0)
     load_adapted({0: model}, str(checkpoint), alone, source=None if source is None else str(source))
     merge_lora(model)
@@ -195,10 +196,7 @@ def save_huggingface(
                 form.companions(temporary, files[0][0].dtype)
 
             write = write_all
-            return [
-                (part.key, part.layer)
-                for part in ours.reads(tensor for file in files for tensor in file)
-            ]
+            return [(part.key, part.layer) for part in ours.reads(chain.from_iterable(files))]
 
         # rank 0 decides what it writes first; all ranks must gather in that order
         weights.order = [Part(key, layer) for key, layer in from_first(begin, parallel)]

@@ -139,9 +139,9 @@ def _beside_llama(facts: Facts) -> str:
         differing = [str(error)]
     if unread := facts.overlooked():
         differing.append(f"it says {', '.join(unread)}")
-    told = "; ".join(differing)
-    if told:
-        return f"read as a Llama, {told}"
+    differences = "; ".join(differing)
+    if differences:
+        return f"read as a Llama, {differences}"
     return "its fields are Llama's, so that what differs is in its code only"
 
 

@@ -74,11 +74,11 @@ class Folder:
             )
         if not files:
             pickles = sorted(path.name for path in self.folder.glob("*.bin"))
-            found = "no weights"
+            contents = "no weights"
             if pickles:
-                found = f"{pickles[0]}, a pickle that could run code"
+                contents = f"{pickles[0]}, a pickle that could run code"
             raise ValueError(
-                f"{self.folder} holds {found}, .safetensors files are needed; "
+                f"{self.folder} holds {contents}, .safetensors files are needed; "
                 "model.save_pretrained(folder, safe_serialization=True) writes them"
             )
         return dict.fromkeys(self._open(files[0]).keys(), files[0])
@@ -98,12 +98,14 @@ class Folder:
                 f"{self.folder} lacks {len(missing)} of {len(files)} files, {missing[0]}; fetch it again"
             )
         # an index of another download would name tensors that are elsewhere, or leave some out
-        held = {file: set(self._open(file).keys()) for file in files}
-        if lost := sorted(name for name, file in file_of.items() if name not in held[file]):
+        names_of_file = {file: set(self._open(file).keys()) for file in files}
+        if lost := sorted(
+            name for name, file in file_of.items() if name not in names_of_file[file]
+        ):
             raise ValueError(
                 f"{self.folder}: {lost[0]} is not in {file_of[lost[0]]}, as the index says; restore it"
             )
-        if unlisted := sorted(set().union(*held.values()) - file_of.keys()):
+        if unlisted := sorted(set().union(*names_of_file.values()) - file_of.keys()):
             raise ValueError(
                 f"{self.folder}: {unlisted[0]} is in a file, and not in the index; restore it"
             )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,9 +36,9 @@ def apply_lora(model: Modules, config: LoraConfig) -> None:
     stages = [_checked(stage) for stage in modules_of(model).values()]
     scale = config.scale
     assert config.rank is not None
-    found = [list(_linears(stage)) for stage in stages]
-    _refuse(config, [pair for pairs in found for pair in pairs], stages)
-    for stage, linears in zip(stages, found, strict=True):
+    linears_by_stage = [list(_linears(stage)) for stage in stages]
+    _refuse(config, list(chain.from_iterable(linears_by_stage)), stages)
+    for stage, linears in zip(stages, linears_by_stage, strict=True):
         stage.requires_grad_(False)
         for name, linear in linears:
             if _is_named(name, config.modules):
@@ -76,10 +77,10 @@ def lora_state_dict(state: Mapping[str, Any], model: Modules) -> dict[str, Any]:
     What is trained beside adapters, and buffers, stay in it. Raises ValueError: there are no adapters in it.
     """
     frozen = {name for name, p in named_parameters(model) if not p.requires_grad}
-    kept = {name: tensor for name, tensor in state.items() if name not in frozen}
-    if not any(ADAPTER in name for name in kept):
+    trained = {name: tensor for name, tensor in state.items() if name not in frozen}
+    if not any(ADAPTER in name for name in trained):
         raise ValueError(f"lora_state_dict: 0 of {len(state)} names are of adapters")
-    return kept
+    return trained
 
 
 def _gpt(stage: nn.Module) -> GPTModel:

@@ -59,8 +59,8 @@ def _sum_of_bits(values: Tensor, dtype: torch.dtype) -> int:
 
 def adapters_of(checkpoint: str) -> dict[str, Any] | None:
     """What a checkpoint says of its adapters; None: it has none."""
-    said: Any = open_stored(checkpoint).run.get("lora")
-    return None if said is None else dict(said)
+    facts: Any = open_stored(checkpoint).run.get("lora")
+    return None if facts is None else dict(facts)
 
 
 def load_adapted(
@@ -76,28 +76,28 @@ def load_adapted(
     Face folder instead, if that has moved. Raises ValueError: they are others than those that were adapted.
     """
     run = open_stored(checkpoint).run
-    said: Any = run["lora"]
-    config = LoraConfig.of_facts(said)
+    facts: Any = run["lora"]
+    config = LoraConfig.of_facts(facts)
     if config.save_base:
         apply_lora(stages, config)
         load({"model": sharded_state_dict(dict(stages), ps)}, checkpoint, ps=ps, cast=True)
         return
     origin = _load_base(stages, run, ps, source)
     apply_lora(stages, config)
-    written_in = getattr(torch, str(said.get("base", "")).partition(" ")[0], None)
-    refuse_other_base(fingerprint(stages, ps, written_in), said, checkpoint, origin)
+    written_in = getattr(torch, str(facts.get("base", "")).partition(" ")[0], None)
+    refuse_other_base(fingerprint(stages, ps, written_in), facts, checkpoint, origin)
     state = lora_state_dict(sharded_state_dict(dict(stages), ps), stages)
     load({"model": state}, checkpoint, ps=ps, cast=True)
 
 
-def refuse_other_base(found: str, said: Mapping[str, Any], checkpoint: str, origin: str) -> None:
+def refuse_other_base(found: str, facts: Mapping[str, Any], checkpoint: str, origin: str) -> None:
     """Raise ValueError for frozen weights that are not those beside which the adapters were trained.
 
     found: their `fingerprint`. origin: where they are from, for the message.
     """
-    if said.get("base") != found:
+    if facts.get("base") != found:
         raise ValueError(
-            f"{checkpoint} holds adapters of weights {said.get('base')}, those of {origin} are {found}: give the "
+            f"{checkpoint} holds adapters of weights {facts.get('base')}, those of {origin} are {found}: give the "
             "folder or checkpoint that the run began with, in that dtype or a wider one"
         )
 

@@ -87,9 +87,9 @@ class LoraConfig:
 
     def differences(self, facts: "dict[str, Any]") -> list[str]:
         """In what adapters of a checkpoint are others than these, each as "lora.rank=8 (here 16)"."""
-        here = self.facts()
+        own_facts = self.facts()
         return [
-            f"lora.{name}={facts.get(name)} (here {here[name]})"
-            for name in here
-            if facts.get(name) != here[name]
+            f"lora.{name}={facts.get(name)} (here {own_facts[name]})"
+            for name in own_facts
+            if facts.get(name) != own_facts[name]
         ]

@@ -48,13 +48,13 @@ def export_adapters(
     checkpoint without adapters, of a model whose linears peft keeps otherwise (GPT-2), a folder that is there.
     """
     run = open_stored(checkpoint).run
-    said: Any = run.get("lora")
-    if said is None:
+    facts_of_adapters: Any = run.get("lora")
+    if facts_of_adapters is None:
         raise ValueError(
             f"{checkpoint} holds 0 adapters; export it as a model: python -m core.models.huggingface export"
         )
     described_as: Any = run.get("model")
-    lora = LoraConfig.of_facts(said)
+    lora = LoraConfig.of_facts(facts_of_adapters)
     if source is None:
         form = form_of_run(described_as, None)
     else:

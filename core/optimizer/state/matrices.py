@@ -91,7 +91,7 @@ def matrices_of(
 
     The same list on all ranks that share them. Raises ValueError: a matrix cut over two axes of the mesh.
     """
-    found = []
+    matrices = []
     for buffer in buffers:
         for slot, parameter in zip(buffer.bucket.slots, buffer.parameters, strict=True):
             if slot.name not in names:
@@ -111,8 +111,8 @@ def matrices_of(
                 start = slot.start + number * size
                 span = start, start + size
                 matrix = Matrix(slot.name, layout, buffer, span, part, full, cut, cut_over)
-                found.append(matrix)
-    return found
+                matrices.append(matrix)
+    return matrices
 
 
 def _cutting_axis(name: str, layout: Layout, stacked: int, ps: ParallelState) -> str | None:

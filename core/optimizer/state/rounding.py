@@ -115,5 +115,6 @@ class Rounding:
             return stochastic_bfloat16(
                 x, random_bits_from(key, first + offset, x.numel(), x.device)
             )
-        index = torch.arange(first, first + x.numel(), device=x.device)
-        return stochastic_bfloat16(x, random_bits(key, global_index(layout, start, shape, index)))
+        local_index = torch.arange(first, first + x.numel(), device=x.device)
+        index = global_index(layout, start, shape, local_index)
+        return stochastic_bfloat16(x, random_bits(key, index))

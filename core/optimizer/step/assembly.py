@@ -44,8 +44,12 @@ class Exchange:
             receive_rows=self._to_receive,
         )
         # rank by rank, and of each rank matrix by matrix
-        pieces = arrived.split([self._sizes[n][r] for r in range(self._ranks) for n in self.owned])
-        return [list(pieces[place :: len(self.owned)]) for place in range(len(self.owned))]
+        sizes = []
+        for rank in range(self._ranks):
+            sizes += [self._sizes[number][rank] for number in self.owned]
+        pieces = arrived.split(sizes)
+        count = len(self.owned)
+        return [list(pieces[place::count]) for place in range(count)]
 
     def back(self, parts: Sequence[Sequence[Tensor]], like: Tensor) -> list[Tensor]:
         """The inverse: every rank's part of each matrix that this one owns -> its own part of each. All-to-all.
@@ -54,7 +58,10 @@ class Exchange:
         """
         if self._group is None:
             return [part for (part,) in parts]
-        flat = [rank_parts[r] for r in range(self._ranks) for rank_parts in parts]
+        # as they came: rank by rank, and of each rank matrix by matrix
+        flat = []
+        for rank in range(self._ranks):
+            flat += [rank_parts[rank] for rank_parts in parts]
         arrived = all_to_all(
             torch.cat([like.new_empty(0), *flat]),
             self._group,
@@ -86,16 +93,16 @@ def change_whole(
 
     # Of the matrices that this data rank owns: the whole part, then from all tensor ranks the full matrix.
     parts = [torch.cat(of_ranks) for of_ranks in over_data.to_owners(pieces)]
-    mine = [plan.matrices[number] for number in over_data.owned]
+    owned_matrices = [plan.matrices[number] for number in over_data.owned]
     owners = [plan.part_owners[number] for number in over_data.owned]
     cut_over = plan.cut_over
     count = 1 if cut_over is None else cut_over.size
     over_parts = Exchange(owners, [[part.numel()] * count for part in parts], cut_over)
     changed = []
-    if mine:
+    if owned_matrices:
         arrived = over_parts.to_owners(parts)
         for number, of_ranks in zip(over_parts.owned, arrived, strict=True):
-            matrix = mine[number]
+            matrix = owned_matrices[number]
             changed.append(matrix.take_apart(change(matrix.put_together(of_ranks))))
         parts = over_parts.back(changed, like)
     returned = []

@@ -28,17 +28,22 @@ class Spikes:
         """(whether `norm` is a spike, the median that it was compared with: NaN as long as too few are known)."""
         if not self._factor:
             return torch.zeros_like(norm, dtype=torch.bool), None
+        # NaN stands for a norm that is not known: `nanmedian` leaves it out, and a comparison with it is false
         enough = self._count >= self._least
         median = torch.where(enough, self._norms.nanmedian(), torch.nan)
+        # a ring: the newest takes the place of the oldest, chosen on the device, so that nothing waits
         is_finite = norm.isfinite()
-        here = (self._places == self._count % self._norms.numel()) & is_finite
-        self._norms = torch.where(here, norm, self._norms)
+        oldest = self._count % self._norms.numel()
+        is_replaced = (self._places == oldest) & is_finite
+        self._norms = torch.where(is_replaced, norm, self._norms)
         self._count = self._count + is_finite
-        return is_finite & (median > 0) & (norm > self._factor * median), median
+        stands_out = (median > 0) & (norm > self._factor * median)
+        return is_finite & stands_out, median
 
     def state(self) -> dict[str, list[float]]:
         """For a checkpoint (waits for the device); empty where nothing is known. Oldest first."""
-        count, size = int(self._count.item()), self._norms.numel()
+        count = int(self._count.item())
+        size = self._norms.numel()
         if not count:
             return {}
         oldest = count % size if count > size else 0
@@ -48,7 +53,8 @@ class Spikes:
     def load(self, norms: Sequence[float]) -> None:
         """Go on from the norms that `state` gave, of a longer or shorter window too; without any, begin."""
         size = self._norms.numel()
-        kept = list(norms)[max(0, len(norms) - size) :]
+        newest = max(0, len(norms) - size)
+        known_norms = list(norms)[newest:]
         self._norms = torch.full_like(self._norms, torch.nan)
-        self._norms[: len(kept)] = torch.tensor(kept, dtype=torch.float64)
-        self._count.fill_(len(kept))
+        self._norms[: len(known_norms)] = torch.tensor(known_norms, dtype=torch.float64)
+        self._count.fill_(len(known_norms))

@@ -5,7 +5,7 @@ are ((3, False), (heads/tp, True), (d, False)). A rank's part of a split atom is
 """
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from math import prod
 
 Atom = tuple[int, bool]
@@ -48,14 +48,14 @@ def is_split(axes: Axes, dims: Sequence[int] | None = None) -> bool:
 def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
     """Of a view of `shape`; None where a dim of it ends within another's parts."""
     # all atoms, innermost first, so that `pop` gives the outermost that is left
-    left = [atom for atoms in axes for atom in atoms][::-1]
+    remaining = list(chain.from_iterable(axes))[::-1]
     result = []
     for size in shape:
         taken: list[Atom] = []
-        while size > 1 or (size == 1 and left and left[-1][0] == 1 and not taken):
-            if not left:
+        while size > 1 or (size == 1 and remaining and remaining[-1][0] == 1 and not taken):
+            if not remaining:
                 return None
-            n, split = left.pop()
+            n, split = remaining.pop()
             if size % n == 0:
                 taken.append((n, split))
                 size //= n
@@ -64,12 +64,12 @@ def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
             elif n % size == 0:
                 # the outer factor of a rank's block is split, what is inside it whole
                 taken.append((size, split))
-                left.append((n // size, False))
+                remaining.append((n // size, False))
                 size = 1
             else:
                 return None
         result.append(_joined(taken))
-    if any(split for _, split in left) or _is_ambiguous(axes, shape, result):
+    if any(split for _, split in remaining) or _is_ambiguous(axes, shape, result):
         return None
     return tuple(result)
 

@@ -347,10 +347,10 @@ def _indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
             elif step != 1:
                 return _strided(axes, dim, step)
             else:
-                kept = split_axes.cut(axes, dim, start, stop)
-                if kept is None:
+                cut_axes = split_axes.cut(axes, dim, start, stop)
+                if cut_axes is None:
                     return "across"
-                result.append(kept[dim])
+                result.append(cut_axes[dim])
             dim += 1
     return tuple(result)
 

@@ -292,10 +292,10 @@ def _verdict(
     if silent:
         # whoever timed out closed its connections too: that others saw one closed then says nothing of the silent
         if any(report.timed_out for report in reports.values()):
-            why = "told nothing: killed, stopped, in a loop, in another call, or never came"
+            reason = "told nothing: killed, stopped, in a loop, in another call, or never came"
         else:
-            why = "is gone: it ended without a word, or was killed"
-        blame = f"{_ranks(silent)} {why}"
+            reason = "is gone: it ended without a word, or was killed"
+        blame = f"{_ranks(silent)} {reason}"
     elif elsewhere:
         other_call = reports[elsewhere[0]].call
         blame = f"{_ranks(elsewhere)} was in {other_call}, the others in {common_call}: all ranks must make one call"

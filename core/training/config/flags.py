@@ -119,14 +119,14 @@ def short_help(
         default = defaults[name]
         value = "" if _is_switch(spec) else f" {_placeholder(spec)}"
         if default in (None, (), False):
-            told = ""
+            default_text = ""
         else:
-            told = f"  (default: {literal(default)})"
+            default_text = f"  (default: {literal(default)})"
         if len(spec.help) <= 150:
             help_ = spec.help
         else:
             help_ = f"{spec.help.split('. ')[0].rstrip('.')}."
-        lines.append(f"  {flag_of(name)}{value}{told}")
+        lines.append(f"  {flag_of(name)}{value}{default_text}")
         lines += textwrap.wrap(help_, width, initial_indent=indent, subsequent_indent=indent)
     return "\n".join(lines).lstrip("\n") + "\n"
 

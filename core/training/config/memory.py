@@ -41,16 +41,16 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
     length = sections["data"].sequence_length
     ranks = parallel.pipeline
     placement = sections["pipeline"].placement(ranks) if ranks > 1 else (0,)
-    found = []
+    numbers_by_stage = []
     for stage_rank in range(ranks):
         # one rank per stage is enough: the others hold as much
         ps = _planned_rank(parallel, Grid(parallel).rank_at(pp=stage_rank, dp=0, cp=0, tp=0))
         with torch.device("meta"):
             stages = gpt_stages(**model.arguments(tokens, length), placement=placement, parallel=ps)
-        found.append(_numbers(stages, sections.get("lora")))
+        numbers_by_stage.append(_numbers(stages, sections.get("lora")))
     optimizer = sections["optimizer"]
     grad_dtype = sharding.grad_dtype
-    frozen, trained = max(found, key=sum)
+    frozen, trained = max(numbers_by_stage, key=sum)
     state = expected_bytes(
         trained,
         zero_stage=sharding.zero_stage,

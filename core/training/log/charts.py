@@ -70,9 +70,9 @@ def finite(value: float | None) -> bool:
 def short(value: float) -> str:
     """12,345,678 as 12.3M: a few characters for an axis or a tile."""
     size = abs(value)
-    for least, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= least:
-            return f"{value / (1e3 if letter == 'k' else least):.4g}{letter}"
+    for limit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if size >= limit:
+            return f"{value / (1e3 if letter == 'k' else limit):.4g}{letter}"
     if size == 0 or size >= 1e-3:
         return f"{value:.4g}"
     digits, _, exponent = f"{value:.2e}".partition("e")
@@ -122,8 +122,9 @@ def value_axis(curve: Curve) -> Axis:
     for row in (curve.points or {}).values():
         for _, value in row:
             points.append(value)
-    seen = [float(v) for v in (*curve.values, *points) if v is not None and finite(v)] or [0.0]
-    low, high = min(seen), max(seen)
+    candidates = (*curve.values, *points)
+    finite_values = [float(v) for v in candidates if v is not None and finite(v)] or [0.0]
+    low, high = min(finite_values), max(finite_values)
     # levels must not press the curve flat: those far away are told in the legend
     reach = LEVEL_REACH * (high - low)
     near = [
@@ -244,9 +245,13 @@ def _buckets(curve: Curve, steps: Sequence[int]) -> Iterator[Row | None]:
     for bucket in range(BUCKETS):
         # equal shares of the records, not of the steps: they may be logged at other intervals after a resume
         span = range(bucket * count // BUCKETS, (bucket + 1) * count // BUCKETS)
-        seen = [float(v) for i in span if finite(v := curve.values[i]) and v is not None]
+        finite_values = [float(v) for i in span if finite(v := curve.values[i]) and v is not None]
         middle = sum(steps[i] for i in span) / len(span)
-        yield (middle, sum(seen) / len(seen), min(seen), max(seen)) if seen else None
+        if finite_values:
+            mean = sum(finite_values) / len(finite_values)
+            yield middle, mean, min(finite_values), max(finite_values)
+        else:
+            yield None
 
 
 def _runs_without_gaps(rows: Sequence[Row | None]) -> Iterator[list[Row]]:
@@ -285,9 +290,9 @@ def _marker_triangles(curve: Curve, steps: Sequence[int], x: Axis) -> Iterator[s
         for s, v in zip(steps, curve.values, strict=True)
         if v is not None and not finite(v)
     }
-    told = odd | {s: f"{odd[s]}, skipped" if s in odd else "skipped" for s in curve.marked}
-    chosen = sorted(told)
+    title_of_step = odd | {s: f"{odd[s]}, skipped" if s in odd else "skipped" for s in curve.marked}
+    chosen = sorted(title_of_step)
     for step in chosen[:: -(-len(chosen) // MARKERS) or 1]:
         at = x.at(step)
         place = f"M{at - 4:.1f},{BOTTOM:g}h8l-4,-8z"
-        yield f'<path class="odd" d="{place}"><title>step {step}: {escape(told[step])}</title></path>'
+        yield f'<path class="odd" d="{place}"><title>step {step}: {escape(title_of_step[step])}</title></path>'

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import chain
 
 from torch import nn
 
@@ -31,12 +32,14 @@ def expert_loads(stages: Iterable[GPTModel], ps: ParallelState) -> list[ExpertLo
 
     Collective: all-reduces within a pipeline stage, and an all-gather of objects over pp.
     """
-    here = [load for loads in _loads(stages) for load in loads.of_layers()]
+    loads_by_layer: list[ExpertLoad] = []
+    for loads in _loads(stages):
+        loads_by_layer += loads.of_layers()
     group = ps.group("pp")
     if group is not None:
         # each pipeline rank knows the layers of its own stages
-        here = [load for loads in all_gather_objects(here, group) for load in loads]
-    return sorted(here, key=lambda load: load.layer)
+        loads_by_layer = list(chain.from_iterable(all_gather_objects(loads_by_layer, group)))
+    return sorted(loads_by_layer, key=lambda load: load.layer)
 
 
 def _loads(stages: Iterable[GPTModel]) -> Iterator[Loads]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -200,7 +201,7 @@ class MemoryReport:
         executor.step = watched
 
     def _counted_tensors(self) -> Iterable[Tensor]:
-        return (tensor for tensors in self._tensors().values() for tensor in tensors)
+        return chain.from_iterable(self._tensors().values())
 
 
 def expected_of(

@@ -23,8 +23,8 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
     name = str(run.model.build)
     ranks = ps.size("pp")
     with seeded(torch.device("cpu"), run.model.seed):
-        made = function_of(name)(run, run.model.vocabulary(tokens), ps)
-    modules = dict(made) if isinstance(made, Mapping) else {0: made}
+        built = function_of(name)(run, run.model.vocabulary(tokens), ps)
+    modules = dict(built) if isinstance(built, Mapping) else {0: built}
     if strange := [module for module in modules.values() if not isinstance(module, nn.Module)]:
         raise ValueError(
             f"model.build={name} returned a {type(strange[0]).__name__}; return an nn.Module, or {{stage: nn.Module}}"

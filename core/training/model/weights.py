@@ -172,12 +172,13 @@ def _differences(
         if key not in stored:
             yield f"{name} is not there"
             continue
-        theirs = tuple(stored[key].shape)
-        if theirs == shape or (name == _POSITIONS and _has_more_rows(theirs, shape)):
+        stored_shape = tuple(stored[key].shape)
+        if stored_shape == shape or (name == _POSITIONS and _has_more_rows(stored_shape, shape)):
             continue
-        if name == _POSITIONS and theirs[0] > shape[0]:
-            yield f"{name} is {theirs} there and {shape} here; give model.max_position_embeddings={theirs[0]}"
-        elif compares_vocabulary or theirs[1:] != shape[1:] or name not in (_TABLE, _HEAD):
-            yield f"{name} is {theirs} there and {shape} here"
+        if name == _POSITIONS and stored_shape[0] > shape[0]:
+            positions = stored_shape[0]
+            yield f"{name} is {stored_shape} there and {shape} here; give model.max_position_embeddings={positions}"
+        elif compares_vocabulary or stored_shape[1:] != shape[1:] or name not in (_TABLE, _HEAD):
+            yield f"{name} is {stored_shape} there and {shape} here"
     for key in sorted(stored.keys() - expected.keys()):
         yield f"{_name_in_model(key)} is there, and nothing here takes it"

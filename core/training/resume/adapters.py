@@ -14,23 +14,23 @@ def refuse_other_adapters(url: str, here: Mapping[str, Any] | None) -> None:
 
     here: the run's, as its checkpoints will say; without "base" the weights are not compared. None: it has none.
     """
-    there = adapters_of(url)
-    if there is None and here is None:
+    stored = adapters_of(url)
+    if stored is None and here is None:
         return
-    if there is None or here is None:
-        rank, other = (there or {}).get("rank"), (here or {}).get("rank")
+    if stored is None or here is None:
+        rank, other = (stored or {}).get("rank"), (here or {}).get("rank")
         raise ValueError(
             f"{url} has lora.rank={rank} (here {other}): use the same; a run with adapters begins with the weights "
             f"of one without by checkpoint.weights={url}, and one without with those of an exported folder"
         )
-    different = LoraConfig.of_facts(dict(here)).differences(there)
+    different = LoraConfig.of_facts(dict(here)).differences(stored)
     if different:
         raise ValueError(
             f"{url} has {', '.join(different)}: its adapters compute something else; use the same, or begin another "
             "run: export this one (python -m core.models.huggingface export), the folder is its model.huggingface"
         )
     if (found := here.get("base")) is not None:
-        refuse_other_base(str(found), there, url, "this run")
+        refuse_other_base(str(found), stored, url, "this run")
 
 
 def model_state(shard: DataParallel, lora: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -36,18 +36,18 @@ class BatchPlan:
     @cached_property
     def phases(self) -> tuple[BatchPhase, ...]:
         """In the order of their steps; the last one has no end."""
-        found = list[BatchPhase]()
+        phases = list[BatchPhase]()
         step = self.start_step
         row = self.start_row
         for end, size in self._sizes():
             if row >= end:
                 continue
-            found.append(BatchPhase(step, row, size))
+            phases.append(BatchPhase(step, row, size))
             # the step in which the size grows is still of the smaller one
             steps = -(-(end - row) // size)
             step = step + steps
             row = row + steps * size
-        return (*found, BatchPhase(step, row, self.global_batch_size))
+        return (*phases, BatchPhase(step, row, self.global_batch_size))
 
     def _sizes(self) -> list[tuple[int, int]]:
         """(row at which it ends, size) of each smaller size."""

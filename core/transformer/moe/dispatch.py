@@ -116,9 +116,7 @@ def _planned(routing: Routing, router: Router, group: Group | None) -> tuple[Any
     send = [sum(row) for row in leaving_counts]
     receive = [sum(row) for row in arriving_counts]
     if router.training:
-        router.load.add(
-            [count for row in leaving_counts for count in row], sum(receive), router.weight
-        )
+        router.load.add(list(chain.from_iterable(leaving_counts)), sum(receive), router.weight)
     regroup = _regrouped(arriving_counts, order.device)
     back = torch.empty_like(regroup)
     back[regroup] = torch.arange(regroup.numel(), device=order.device)

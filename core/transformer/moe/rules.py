@@ -97,11 +97,11 @@ def _group_rules(config: ExpertFacts, experts: int) -> Iterator[tuple[bool, str]
         1 <= best <= groups,
         f"moe_router_group_topk={best} must lie between 1 and moe_router_num_groups={groups}",
     )
-    left = best * experts // max(groups, 1)
+    experts_left = best * experts // max(groups, 1)
     yield (
-        config.moe_router_topk <= left,
-        f"moe_router_topk={config.moe_router_topk} experts of a token, but {best} of {groups} groups leave {left}; "
-        "use fewer experts, or more groups of them",
+        config.moe_router_topk <= experts_left,
+        f"moe_router_topk={config.moe_router_topk} experts of a token, but {best} of {groups} groups leave "
+        f"{experts_left}; use fewer experts, or more groups of them",
     )
 
 

@@ -63,6 +63,7 @@ class DistributedDataParallel(nn.Module):
             self.parallel = current_state()
         for part in module.modules():
             if isinstance(part, Experts):
+                # by `finish_grad_sync`: the experts must not do it in backward as well
                 part.edp_is_summed = True
 
     def __getattr__(self, name: str) -> Any:

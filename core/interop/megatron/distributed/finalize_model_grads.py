@@ -39,4 +39,5 @@ def finalize_model_grads(
         for chunk in model:
             for parameter in chunk.parameters():
                 if parameter.grad is not None:
+                    # a batch of padding alone has 0 tokens, and gradients of 0
                     parameter.grad /= total.clamp(min=1)

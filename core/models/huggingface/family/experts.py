@@ -148,10 +148,10 @@ class Glm4Moe(LlamaLike):
         groups = facts.get("n_group", 1)
         best = facts.get("topk_group", 1)
         experts = facts.get("n_routed_experts") or facts.get("num_local_experts", 128)
-        left = best * experts // groups
+        experts_left = best * experts // groups
         yield (
-            groups == 1 or chosen <= left,
-            f"num_experts_per_tok={chosen}, but topk_group={best} of n_group={groups} groups leave {left} of "
+            groups == 1 or chosen <= experts_left,
+            f"num_experts_per_tok={chosen}, but topk_group={best} of n_group={groups} groups leave {experts_left} of "
             f"{experts} experts; use fewer experts, or more groups of them",
         )
         dense = facts.get("first_k_dense_replace", 1)

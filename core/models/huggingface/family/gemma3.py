@@ -148,10 +148,10 @@ def _ropes(facts: Facts) -> dict[str, Mapping[str, Any]]:
         _GLOBAL: facts.get("rope_theta", _BASES[_GLOBAL]),
         _LOCAL: facts.get("rope_local_base_freq", _BASES[_LOCAL]),
     }
-    said = {kind: today.get(kind) or {} for kind in _BASES}
+    rope_of_kind = {kind: today.get(kind) or {} for kind in _BASES}
     if not today:
-        said[_GLOBAL] = older
-    return {kind: {"rope_theta": bases[kind], **rope} for kind, rope in said.items()}
+        rope_of_kind[_GLOBAL] = older
+    return {kind: {"rope_theta": bases[kind], **rope} for kind, rope in rope_of_kind.items()}
 
 
 def whole(number: float) -> float:

@@ -24,9 +24,10 @@ def rotary_config(
     typed = None
     if rope_kind(rope) != "default":
         # Llama 3's scaling starts from the model's positions where no others are said
-        said = {"original_max_position_embeddings": facts["max_position_embeddings"], **rope}
+        factors = {"original_max_position_embeddings": facts["max_position_embeddings"], **rope}
         typed = RotaryScaling(
-            kind=rope_kind(rope), **{name: said[name] for name in _FACTORS if name in said}
+            kind=rope_kind(rope),
+            **{name: factors[name] for name in _FACTORS if name in factors},
         )
     return RotaryConfig(
         base=rope.get("rope_theta", base),

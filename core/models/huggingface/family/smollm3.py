@@ -25,19 +25,19 @@ class SmolLM3(LlamaLike):
     def _rotates(self, facts: Facts) -> list[bool]:
         layers = facts["num_hidden_layers"]
         interval = facts.get("no_rope_layer_interval", 4)
-        said = facts.get("no_rope_layers")
-        if said is None:
+        by_layer = facts.get("no_rope_layers")
+        if by_layer is None:
             return [(number + 1) % interval != 0 for number in range(layers)]
-        return [bool(one) for one in said[:layers]]
+        return [bool(one) for one in by_layer[:layers]]
 
     def rules(self, facts: Facts) -> Rules:
         """Those of Llama's relatives, and a fact for each layer."""
         yield from super().rules(facts)
-        said = facts.get("no_rope_layers")
+        by_layer = facts.get("no_rope_layers")
         layers = facts["num_hidden_layers"]
         yield (
-            said is None or len(said) >= layers,
-            f"no_rope_layers names {len(said or ())} layers, num_hidden_layers={layers}; give one for each",
+            by_layer is None or len(by_layer) >= layers,
+            f"no_rope_layers names {len(by_layer or ())} layers, num_hidden_layers={layers}; give one for each",
         )
 
     def layer_types(self, facts: Facts) -> list[str]:

@@ -20,9 +20,9 @@ def explained(text: str, error: ValueError) -> str:
     if text.lstrip().startswith("{"):
         return f"it is JSON; {_AS_TOML}"
     line = lines[number - 1] if number <= len(lines) else ""
-    said = _of_line(line, words, lines[: number - 1])
-    if said:
-        return f"line {number}: {said}"
+    remedy = _of_line(line, words, lines[: number - 1])
+    if remedy:
+        return f"line {number}: {remedy}"
     return str(error)
 
 

@@ -168,21 +168,21 @@ class TrainingConfig:
         )
 
     def _ramp_rules(self) -> Iterator[tuple[bool, str]]:
-        words = self.rampup_batch_size
-        if not words:
+        numbers = self.rampup_batch_size
+        if not numbers:
             return
-        given = f"rampup_batch_size={' '.join(words)}"
-        if len(words) != 3 or not all(word.isdecimal() for word in words):
+        setting = f"rampup_batch_size={' '.join(numbers)}"
+        if len(numbers) != 3 or not all(word.isdecimal() for word in numbers):
             yield (
                 False,
-                f"{given} must be 3 whole numbers, start increment samples, as 16 16 100000",
+                f"{setting} must be 3 whole numbers, start increment samples, as 16 16 100000",
             )
             return
-        start, increment, _ = map(int, words)
+        start, increment, _ = map(int, numbers)
         whole = self.global_batch_size
         yield (
             0 < start <= whole and increment > 0 and (whole - start) % increment == 0,
-            f"{given} does not lead to global_batch_size={whole} in steps of {increment}; use a start that lies a "
+            f"{setting} does not lead to global_batch_size={whole} in steps of {increment}; use a start that lies a "
             "multiple of the increment below it",
         )
 

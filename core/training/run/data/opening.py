@@ -1,6 +1,7 @@
 """Which files a run reads, and with which tokenizer: every rank opens the same ones."""
 
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from core.datasets import (
@@ -61,7 +62,7 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     if not valid_files and shards is None:
         train_parts, valid_parts = _split_parts(train_files, data.split)
     valid_sets = {name: _open_files([prefix]) for name, prefix in data.valid_sets.items()}
-    named_files = [part for files in valid_sets.values() for part in files]
+    named_files = list(chain.from_iterable(valid_sets.values()))
     corpus = Corpus(
         tokenizer=tokenizer,
         tokenizer_file=None if isinstance(tokenizer, ByteTokenizer) else tokenizer_file.absolute(),

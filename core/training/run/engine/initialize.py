@@ -221,8 +221,10 @@ def _build_stages(
         stages[index] = module
     if corpus is not None:
         corpus.check_stages(stages)
-    weights, lora = run.checkpoint.weights, run.lora
-    in_checkpoint = lora.rank is None or lora.save_base  # else frozen weights are read again
+    weights = run.checkpoint.weights
+    lora = run.lora
+    # else frozen weights are read again
+    in_checkpoint = lora.rank is None or lora.save_base
     if weights is not None and not (in_checkpoint and from_first(run.checkpoint.resumes, ps)):
         load_weights(stages, weights, ps, _say_on_first_rank(ps), grows=lora.rank is None)
     if lora.rank is not None:

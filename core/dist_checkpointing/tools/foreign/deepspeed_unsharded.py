@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
-from core.dist_checkpointing.tools.dcp_shards import ShardCache
-from core.dist_checkpointing.tools.deepspeed_pieces import (
+from core.dist_checkpointing.tools.foreign.dcp_shards import ShardCache
+from core.dist_checkpointing.tools.foreign.deepspeed_pieces import (
     MAIN,
     STEP,
     States,
     saved_tensor,
     whole_piece,
 )
-from core.dist_checkpointing.tools.torch_archive import ArchivedTensor
+from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor
 from core.parallel_state.flat import whole
 
 
@@ -75,7 +75,8 @@ def _assigned(
     """number -> name, where there is one way only."""
     buffers, seen, names = set(model.get("buffer_names") or ()), set(), []
     for name, tensor in module.items():
-        if name not in buffers and tensor.storage not in seen:  # a tied one under its first name
+        # a tied one under its first name
+        if name not in buffers and tensor.storage not in seen:
             seen.add(tensor.storage)
             names.append(name)
     candidates = {
@@ -105,7 +106,9 @@ def _in_order(
     """The one way in which the numbers are some of the names, in order; None: there are none or several."""
     place = {name: position for position, name in enumerate(names)}
     # the earliest and the latest place of each: where these agree there is no other
-    earliest, latest, after = [], [], -1
+    earliest = []
+    latest = []
+    after = -1
     for number in numbers:
         places = [place[name] for name in candidates[number] if place[name] > after]
         if not places:

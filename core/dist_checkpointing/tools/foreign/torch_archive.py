@@ -12,9 +12,9 @@ from typing import Any
 
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.storage.fs import open_regular
-from core.dist_checkpointing.tools.dcp import ByteRange
-from core.dist_checkpointing.tools.dcp_shards import check_archive
-from core.dist_checkpointing.tools.inert import InertUnpickler, size_of
+from core.dist_checkpointing.tools.foreign.dcp import ByteRange
+from core.dist_checkpointing.tools.foreign.dcp_shards import check_archive
+from core.dist_checkpointing.tools.foreign.inert import InertUnpickler, size_of
 
 MAX_PICKLE_BYTES = 256 << 20  # names and shapes, not values
 _STORAGES = {
@@ -118,7 +118,8 @@ def _start_of(file: io.BufferedReader, entry: zipfile.ZipInfo) -> int:
 class _Unpickler(InertUnpickler):
     def __init__(self, data: io.BytesIO, path: str, starts: dict[str, tuple[int, int]]) -> None:
         super().__init__(data)
-        self._path, self._starts = path, starts
+        self._path = path
+        self._starts = starts
 
     def find_class(self, module: str, name: str) -> Any:
         """torch's words for tensors are functions of this class, every other class is a record."""

@@ -36,7 +36,8 @@ class InertUnpickler(pickle._Unpickler):
     """
 
     stack: list[Any]
-    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)  # opcode -> what it does
+    # opcode -> what it does
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)

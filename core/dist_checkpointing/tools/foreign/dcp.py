@@ -15,7 +15,7 @@ from typing import Any
 from core.dist_checkpointing.format.json_files import parse_json
 from core.dist_checkpointing.publish.manifest import leads_elsewhere
 from core.dist_checkpointing.storage.fs import open_regular
-from core.dist_checkpointing.tools.inert import InertUnpickler, Record, size_of
+from core.dist_checkpointing.tools.foreign.inert import InertUnpickler, Record, size_of
 from core.parallel_state.flat import Box, volume
 
 METADATA = ".metadata"

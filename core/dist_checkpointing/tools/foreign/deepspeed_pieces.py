@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from core.dist_checkpointing.tools.dcp import SavedTensor
-from core.dist_checkpointing.tools.inert import Record
-from core.dist_checkpointing.tools.torch_archive import ArchivedTensor
+from core.dist_checkpointing.tools.foreign.dcp import SavedTensor
+from core.dist_checkpointing.tools.foreign.inert import Record
+from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor
 from core.parallel_state.flat import flat_boxes, volume
 
 Shape = tuple[int, ...]
-MAIN, STEP = "main", "step"
+MAIN = "main"
+STEP = "step"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ def whole_piece(tensor: ArchivedTensor) -> list[Piece]:
 def stage_of(optimizer: Mapping[str, Any]) -> int:
     """1, 2 or 3. Raises ValueError: the file does not say."""
     stage = optimizer.get("zero_stage")
-    if isinstance(stage, Record) and len(stage.arguments) == 1:  # an enumeration's member
+    # an enumeration's member
+    if isinstance(stage, Record) and len(stage.arguments) == 1:
         (stage,) = stage.arguments
     if stage not in (1, 2, 3):
         raise ValueError(
@@ -127,7 +129,8 @@ def stage_3(
         offset = 0
         for name, shape in whole.items():
             part = -(-prod(shape) // ranks)
-            first, last = rank * part, min((rank + 1) * part, prod(shape))
+            first = rank * part
+            last = min((rank + 1) * part, prod(shape))
             for number, flat in enumerate(flats):
                 start = max(offset, group_starts[number])
                 stop = min(offset + last - first, group_starts[number + 1])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.dist_checkpointing.state.tensors import unstorable
 from core.dist_checkpointing.storage.fs import open_regular
-from core.dist_checkpointing.tools.dcp import ByteRange, SavedTensor
+from core.dist_checkpointing.tools.foreign.dcp import ByteRange, SavedTensor
 from core.parallel_state.flat import Box, extent, intersect, relative, slices
 
 # of shards that stay for the next cells: one shard may be a part of many cells

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from core.dist_checkpointing.tools.dcp import SavedTensor
-from core.dist_checkpointing.tools.dcp_shards import ShardCache
-from core.dist_checkpointing.tools.deepspeed_files import DeepSpeedFiles, read_files
-from core.dist_checkpointing.tools.deepspeed_pieces import (
+from core.dist_checkpointing.tools.foreign.dcp import SavedTensor
+from core.dist_checkpointing.tools.foreign.dcp_shards import ShardCache
+from core.dist_checkpointing.tools.foreign.deepspeed_files import DeepSpeedFiles, read_files
+from core.dist_checkpointing.tools.foreign.deepspeed_pieces import (
     MAIN,
     Piece,
     Shape,
@@ -22,9 +22,9 @@ from core.dist_checkpointing.tools.deepspeed_pieces import (
     stages_1_and_2,
     whole_piece,
 )
-from core.dist_checkpointing.tools.deepspeed_universal import read_universal
-from core.dist_checkpointing.tools.deepspeed_unsharded import unsharded
-from core.dist_checkpointing.tools.torch_archive import ArchivedTensor
+from core.dist_checkpointing.tools.foreign.deepspeed_universal import read_universal
+from core.dist_checkpointing.tools.foreign.deepspeed_unsharded import unsharded
+from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor
 
 _READ = {  # of a file of model states: what becomes arrays, or says where they are
     "module",
@@ -110,7 +110,8 @@ def _add_rest_of_model(
 ) -> None:
     """Buffers and frozen parameters; without ZeRO every tensor of the module."""
     model = files.models[0]
-    frozen, ties = model.get("frozen_param_shapes") or {}, model.get("shared_params") or {}
+    frozen = model.get("frozen_param_shapes") or {}
+    ties = model.get("shared_params") or {}
     for name, tensor in module.items():
         key = f"model/{name}"
         if key in contents.tensors or key in contents.derived or name in trained:
@@ -119,13 +120,15 @@ def _add_rest_of_model(
             contents.tensors[key] = saved_tensor(name, tuple(frozen[name]), _parts(files, name))
         elif tensor.numel:
             contents.tensors[key] = saved_tensor(name, tensor.shape, whole_piece(tensor))
-        elif name not in ties:  # of stage 3 what is trained stands elsewhere
+        elif name not in ties:
+            # of stage 3 what is trained stands elsewhere
             contents.skipped[key] = f"a tensor of shape {list(tensor.shape)} has no elements"
 
 
 def _parts(files: DeepSpeedFiles, name: str) -> list[Piece]:
     """A frozen parameter of stage 3: equal parts on all ranks, the last ones filled up."""
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     total = 1
     for size in files.models[0]["frozen_param_shapes"][name]:
         total *= size
@@ -150,7 +153,8 @@ def _add_ties(
             if owner != name and tensor.numel:
                 tied[name] = owner
     for name, owner in tied.items():
-        key, recipe = f"model/{name}", contents.derived.get(f"model/{owner}")
+        key = f"model/{name}"
+        recipe = contents.derived.get(f"model/{owner}")
         source = contents.tensors.get(f"model/{owner}")
         if recipe is None and source is None:
             continue
@@ -165,7 +169,8 @@ def _add_values(contents: DeepSpeedContents, files: DeepSpeedFiles, states: Stat
     """Counts as an optimizer of ours has them, and what else DeepSpeed says, under `deepspeed/`."""
     model = files.models[0]
     skipped = model.get("skipped_steps", 0)
-    steps, cache = {}, ShardCache()
+    steps = {}
+    cache = ShardCache()
     for name, value in states.steps.items():
         if isinstance(value, ArchivedTensor):
             tensor = saved_tensor(name, value.shape, whole_piece(value))

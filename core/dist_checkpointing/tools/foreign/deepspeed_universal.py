@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from core.dist_checkpointing.tools.deepspeed_pieces import (
+from core.dist_checkpointing.tools.foreign.deepspeed_pieces import (
     MAIN,
     STEP,
     Piece,
@@ -12,7 +12,7 @@ from core.dist_checkpointing.tools.deepspeed_pieces import (
     States,
     whole_piece,
 )
-from core.dist_checkpointing.tools.torch_archive import ArchivedTensor, read_archive
+from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor, read_archive
 
 ZERO = "zero"
 _WEIGHT = "fp32"

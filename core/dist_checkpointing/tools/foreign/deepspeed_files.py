@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from core.dist_checkpointing.storage.fs import open_regular
-from core.dist_checkpointing.tools.deepspeed_universal import ZERO
-from core.dist_checkpointing.tools.torch_archive import read_archive
+from core.dist_checkpointing.tools.foreign.deepspeed_universal import ZERO
+from core.dist_checkpointing.tools.foreign.torch_archive import read_archive
 
 LATEST = ("latest", "latest_universal")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
