@@ -38,7 +38,7 @@ CASES = [  # world, sizes, schedule, recompute, ZeRO
     (1, {}, "none", "none", 0, "llama"),
     (1, {}, "none", "layer", 1, "gpt2"),
     (2, {"tp": 2}, "none", "none", 1, "llama"),
-    (2, {"tp": 2}, "none", "layer", 1, "gpt2"),
+    pytest.param(2, {"tp": 2}, "none", "layer", 1, "gpt2", marks=pytest.mark.full),
     (2, {"tp": 2, "sp": True}, "none", "none", 1, "llama"),
     (2, {"tp": 2, "sp": True}, "none", "layer", 0, "gpt2"),
     (2, {}, "zb-v", "none", 0, "llama"),
@@ -49,7 +49,7 @@ CASES = [  # world, sizes, schedule, recompute, ZeRO
     (2, {}, "none", "layer", 3, "llama"),
     (4, {"tp": 2, "sp": True}, "zb-v", "stage", 1, "llama"),
     (4, {"tp": 2, "sp": True}, "none", "selective", 3, "llama"),
-    (4, {}, "1f1b", "layer", 2, "llama"),
+    pytest.param(4, {}, "1f1b", "layer", 2, "llama", marks=pytest.mark.full),
 ]
 
 

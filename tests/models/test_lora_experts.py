@@ -44,7 +44,9 @@ def gradients(sizes):
     return whole_gradients(shard)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2, "sp": True, "expert": 2}, {"expert": 2}, {"tp": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2, "sp": True, "expert": 2}, pytest.param({"tp": 2}, marks=pytest.mark.full)]
+)
 def test_dense_and_shared_linears_on_every_layout(ranks, sizes):
     want = gradients({})
     assert any("shared_experts" in name for name in want) and any(".0.mlp.linear_fc1" in name for name in want)

@@ -119,7 +119,7 @@ def exported(made, folder, **layout):
     trained(made, None, checkpoint__export_huggingface=str(folder), **layout)
 
 
-@pytest.mark.parametrize("layout", [ZBV, {"data_parallel__zero_stage": 3}])
+@pytest.mark.parametrize("layout", [pytest.param(ZBV, marks=pytest.mark.full), {"data_parallel__zero_stage": 3}])
 def test_ranks_export_at_their_end_what_one_process_does(ranks, made, base, tmp_path, layout):
     ranks(exported, made, tmp_path / "there", world=2, **layout)
     export_huggingface(base[1], tmp_path / "here", made.train.parent / "llama-tied")
@@ -147,7 +147,7 @@ def with_model(made, directory, apply=False, **more):
     return losses
 
 
-@pytest.mark.parametrize("apply", [False, True])
+@pytest.mark.parametrize("apply", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_model_of_the_programs_own(made, tmp_path, apply):
     """Adapted by the run or by the program itself; the run goes on with it either way."""
     alone = with_model(made, tmp_path / "alone", apply, training__train_steps=4)
@@ -270,7 +270,7 @@ def ours_of(theirs, made, kind):
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", ["llama-tied", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama-tied", pytest.param("qwen3", marks=pytest.mark.full)])
 def test_a_folder_of_pefts(made, tmp_path, kind):
     """By the names and shapes that peft gives its own, and with the adapted model's numbers as peft computes them."""
     trained(made, tmp_path / "run", kind)
