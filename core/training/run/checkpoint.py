@@ -192,7 +192,7 @@ class Checkpoints(AbstractContextManager):
         else:
             begin_states(self.optimizer, step)
         stored_run = StoredCheckpoint.open(url).run
-        # adapters are found again by where their weights were read last
+        # adapters alone keep what this run noted: it has read the weights beside them from there
         if self.manager is not None and (self._lora is None or self._lora["save_base"]):
             self.manager.note({"began_as": stored_run.get("began_as", {})})
         # only told: a checkpoint opens under any layout
