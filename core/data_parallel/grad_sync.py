@@ -256,7 +256,7 @@ class GradientSums:
         return changed
 
     def _store_and_note(self, slot: ParameterSlot, full: Tensor, factor: float) -> None:
-        # other ranks hold other experts
+        # not of experts: other ranks hold others
         if "dp-cp" in layout_of(slot.parameter).gradient_groups:
             self.changes.add(slot.index)
             self.changes.add(full)
