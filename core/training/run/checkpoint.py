@@ -222,7 +222,7 @@ class Checkpoints(AbstractContextManager):
                 # releases the directory's lock
                 self.manager.close()
                 raise
-            # Python allows handlers there only
+            # Python allows handlers of signals in the main thread only
             if threading.current_thread() is threading.main_thread():
                 for number in _END_SIGNALS:
                     self._previous_handlers[number] = signal.signal(number, self._terminate)
