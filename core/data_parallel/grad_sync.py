@@ -91,7 +91,7 @@ class GradientSums:
             slot.round = None if divided else round_of[slot.buffer]
         self._hooked: list[ParameterSlot] = []
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
-        # after the step
+        # those that the program has zeroed since their sums ended
         self.zeroed_by_hand = set[ParameterSlot]()
         self._begin_plain()
 
