@@ -58,7 +58,7 @@ class _HostCopies:
 
     def __init__(self) -> None:
         self.stored: WeakSet[_Stored] = WeakSet()
-        # and the memory of its result
+        # the call of the layer that ran last, and the memory of its result
         self.latest: tuple[_LayerCall, int] | None = None
         self._side_stream: Any = None
 

@@ -136,7 +136,7 @@ def reroute(module: nn.Module, stage: StageContext) -> RerouteHandle:
         if isinstance(lowest, _DeferringProxy):
             proxy = lowest
         elif lowest is not None and lowest.replaced is None:
-            # under a region
+            # a region is around it: what it calls is ours
             proxy = proxy_class(child)
             proxy.replaced = None
             lowest.replaced = proxy.call

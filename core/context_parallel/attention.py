@@ -71,8 +71,7 @@ class _ContextAttention(torch.autograd.Function):
         ctx.scale = scale
 
         def attend() -> tuple[Tensor, ...]:
-            # Ulysses first: after it this rank has some heads of more rows, and rings or gathers only with its
-            # likes
+            # Ulysses first: after it this rank has some heads of more rows, and rings or gathers with its likes
             if exchange.heads is None:
                 return exchange.forward(exchange.of_rows(q, documents, scale), q, k, v)
             exchanged = to_heads((q, k, v), exchange.heads)

@@ -224,7 +224,7 @@ def kernel_of(
     # kernels sum in another order; 16-bit ones round their output as well
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-4}.get(dtype, 0.05)
     for kernel in _FUSED:
-        # its signature has no bias
+        # flash attention's signature has no bias
         if biased and kernel[0] is _flash_forward:
             continue
         try:

@@ -114,7 +114,7 @@ class _Sums(Follower):
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
-        # other values
+        # a tensor made like it has values of its own
         if name.endswith("_like") or name.startswith("new_"):
             return
         if any(x.partial == TOTAL for x in inputs):

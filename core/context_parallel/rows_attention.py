@@ -60,7 +60,6 @@ class RowsOfRing:
         queries = torch.from_numpy(self._rows(self.rank)[piece.queries]).to(
             q.device, non_blocking=True
         )
-        # a key is hidden before the query's document and after the query
         begin = self.documents.begin[:, piece.queries, None]
         hidden = (keys < begin) | (keys > queries[:, None])
         return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(

@@ -61,7 +61,7 @@ class Agreement:
         # Ranks of other stages do not come to a read of `p.grad`; without stages all do.
         group = ps.world if ps.size("pp") == 1 else ps.group("dp-cp")
         self._group: Group | None = group if ps.size("dp-cp") > 1 else None
-        # of torch's, which has met already: what it reads it reads alike
+        # in a step of an optimizer of torch's, before which ranks have met: what it reads it reads alike
         self.in_optimizer = False
         self.meetings = 0  # of all ranks: steps, and reads
 

@@ -91,7 +91,7 @@ class GradientSums:
             slot.round = None if divided else round_of[slot.buffer]
         self._hooked: list[ParameterSlot] = []
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
-        # after the step
+        # those that the program has zeroed since their sums ended
         self.zeroed_by_hand = set[ParameterSlot]()
         self._begin_plain()
 
@@ -256,7 +256,7 @@ class GradientSums:
         return changed
 
     def _store_and_note(self, slot: ParameterSlot, full: Tensor, factor: float) -> None:
-        # other ranks hold other experts
+        # not of experts: other ranks hold others
         if "dp-cp" in layout_of(slot.parameter).gradient_groups:
             self.changes.add(slot.index)
             self.changes.add(full)

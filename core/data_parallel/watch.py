@@ -92,7 +92,7 @@ class UpdateWatch:
         A parameter that only other ranks reached has a gradient here too, as under DDP.
         Raises ValueError, on every rank, before anything is updated.
         """
-        # ours meet with the gradient norm
+        # our optimizers meet with the gradient norm
         if hasattr(optimizer, "shard"):
             return
         sums = self._slots[0].sums

@@ -16,7 +16,7 @@ FORMAT = "paracore tokens 1"
 # tokens of answers, whose loss counts, are stored as ~token, which is negative
 FORMAT_ANSWERS = "paracore tokens 2"
 _FAMILY = "paracore tokens"
-# of what does not parse
+# finds a card of ours in what does not parse
 _FORMAT_KEY = re.compile(rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL)
 # bytes: a file of more is somebody's text
 _LARGEST_CARD = 16 << 20

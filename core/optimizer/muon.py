@@ -114,7 +114,7 @@ class ShardedMuon(ShardedOptimizer):
         state_buffer, own = self._own(matrix)
         gradient = state_buffer.gradients[own]
         if gradient.numel() == 0 or matrix.name in self._reached.left_out:
-            # sent, and not used
+            # zeros fill its place in the message, and are not used
             return torch.zeros_like(gradient, dtype=torch.bfloat16)
         momentum = state_buffer.states["momentum_buffer"][own]
         scale = factor.divisor.reciprocal().to(momentum.dtype)

@@ -99,7 +99,7 @@ def fill(
         filled = 0
         while filled < count:
             block, offset = divmod(first_row + filled, rows)
-            # neighbouring segments lie in one block: it is drawn once
+            # neighbouring segments often lie in one block, which is then drawn once
             if block != drawn_block:
                 # by name and block, not by rank: the same values whatever the layout
                 generator = torch.Generator(device).manual_seed(mix32(seed, name, block))

@@ -100,7 +100,7 @@ class ParallelState:
     def coordinate(self) -> dict[str, int]:
         """axis -> position of this rank; `embedding` is 1 on a last stage that repeats the first's weights."""
         position = self.grid.coordinate(self.rank)
-        # with tied embeddings the last stage holds a copy of the first's table
+        # whose weights are tied their layouts say (`Layout.partial`); the copy is on the last stage
         repeats = self.config.pipeline > 1 and position["pp"] == self.config.pipeline - 1
         return position | {"embedding": int(repeats)}
 

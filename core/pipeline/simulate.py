@@ -56,7 +56,7 @@ def simulate(
 ) -> Simulation:
     """Play a schedule; `costs` are those of a rank's whole slice for one microbatch."""
     if recompute:
-        # |1| before costs are charged: an R is an action of its own, with a cost of its own
+        # before costs are charged: an R is an action of its own, with a cost of its own
         schedule = add_recompute(schedule)
     chunks = max(1, schedule.stages // schedule.ranks)
     stage_costs = (costs or Costs()).divided(chunks)

@@ -14,7 +14,7 @@ def padded_vocab_rows(vocab_size: int, tp: int) -> int:
     For tp of 1, 2, 4, 8 always the same number, 8 equal multiples of 16, so that the shards' edges agree and a
     checkpoint's chunks do too; for another tp the smallest multiple of 16 per rank.
     """
-    # common sizes share one number of rows, so that a change of tp moves no edge
+    # common sizes share one number of rows, so that a change among them changes no padding
     if tp in (1, 2, 4, 8):
         return 8 * _round_up(-(-vocab_size // 8))
     return tp * _round_up(-(-vocab_size // tp))

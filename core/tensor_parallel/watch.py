@@ -118,7 +118,7 @@ class SplitWatch:
         """
         if self._by_hand is not None:
             self._by_hand.close()
-        # values cannot be compared there
+        # under torch.func's transforms values cannot be compared
         if torch._C._are_functorch_transforms_active():
             return
         self._forwards += 1

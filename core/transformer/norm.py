@@ -25,7 +25,7 @@ def _to_float32(x: Tensor) -> Tensor:
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The normalised x, and 1 / rms of each row."""
     # Statistics in float32 at least: a mean of squares of 16-bit values would lose its last digits.
-    # Nothing is converted where that is so already: of a single new token conversions are most of the time.
+    # Nothing is converted where that is so already: of a single new token conversions count.
     alike = x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
     if alike:
         wide = x.dtype

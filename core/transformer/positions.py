@@ -89,7 +89,7 @@ class Rotary(nn.Module):
 
     def _tables(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """cos and sin [positions, d/2], computed in float64."""
-        # in float64: in float32 the angle of a position beyond 100,000 would be off by hundredths
+        # in float64: in float32 the angle of a position beyond 100,000 would be off by thousandths
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         positions_column = torch.arange(self.positions, dtype=torch.float64, device="cpu")
         angle = torch.outer(

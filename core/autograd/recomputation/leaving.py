@@ -58,7 +58,7 @@ class Submodules:
             seen.add(id(submodule))
             self.modules.append(submodule)
             attributes = submodule.__dict__
-            # keeps its parts elsewhere
+            # a ScriptModule keeps its parts elsewhere
             if isinstance(submodule, torch.jit.ScriptModule):
                 parameters.update(dict.fromkeys(submodule.parameters(recurse=False)))
                 to_visit += submodule.children()

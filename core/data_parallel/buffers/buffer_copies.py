@@ -69,7 +69,7 @@ class BufferCopies:
         ):
             return
         run = which_run()
-        # on copies of the buffers as the first run found them
+        # the second run works on copies of the buffers as the first found them
         if run == 2:
             return
         if self._dirty and (torch.is_grad_enabled() or run == 1):

@@ -239,7 +239,7 @@ class Buffer(Weights):
         """
         self._first_sum = True
         if self.stage >= 2:
-            # of a backward that was given up
+            # left by a backward that was given up
             if self._grad_storage.has_memory:
                 self._free_gradients()
             return

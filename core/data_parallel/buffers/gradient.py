@@ -136,7 +136,7 @@ class ParameterSlot:
         """
         if torch._C._current_graph_task_id() != -1:
             return False
-        # of a summed gradient it may also be the first half of a change
+        # zeroing a summed gradient may also be the first half of a change
         if self.sums.phase is not Phase.OPEN:
             self.sums.zeroed_by_hand.add(self)
             return self.sums.phase is Phase.STEPPED

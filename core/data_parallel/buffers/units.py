@@ -106,7 +106,7 @@ class StageUnits:
                 if module is unit.module:
                     self._in_root_forward = False
 
-            # of a forward that raised
+            # also called where the forward raised
             self._hooks.append(unit.module.register_forward_hook(leave, always_call=True))
 
     def _before_forward(self, unit: Unit, position: int | None) -> None:
@@ -138,7 +138,7 @@ class StageUnits:
 
     def _before_backward(self, unit: Unit, position: int | None, without_root: bool) -> None:
         current = _backward_now()
-        # else this is another output
+        # once per backward: other outputs have the hook, too
         if (position is None or without_root) and current != self._last_backward:
             self._last_backward = current
             # leftovers of a backward that failed, or did not reach every parameter
@@ -150,7 +150,7 @@ class StageUnits:
                 torch.autograd.Variable._execution_engine.queue_callback(self.free)
         if position is None:
             return
-        # another output
+        # nothing was freed; or this is another output of the layer, which was gathered for the first
         if not self._frees or (unit in self._in_backward and unit.last_backward == current):
             return
         # Units behind this one are finished when every parameter has its gradient.

@@ -105,7 +105,6 @@ def _has_inner_blocks(module: nn.Module) -> bool:
 
 def entries_of(modules: Modules, stages: Mapping[int, Members]) -> list[Entry]:
     """The trainable parameters, in the order of execution. Raises ValueError: parameters that share memory."""
-    # |1|
     names = {
         parameter: name for name, parameter in named_parameters(modules) if parameter.requires_grad
     }

@@ -114,7 +114,7 @@ class _WorkerPool:
         context = multiprocessing.get_context("spawn")
         parent_end, worker_end = context.Pipe()
         process = context.Process(target=_work, args=(worker_end, self._encoder), daemon=True)
-        # which starting it would do, and unblock the signals
+        # starting a process would start the tracker, which unblocks the signals that are blocked below
         resource_tracker.ensure_running()
         # Signals that go to the whole group are for the parent alone, which answers when it is done here: a process
         # that is half started would print a traceback of its own. The mask is inherited.

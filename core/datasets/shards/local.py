@@ -111,7 +111,7 @@ class LocalShards:
     @contextlib.contextmanager
     def _locked(self, number: int, wait: bool = True) -> Iterator[None]:
         """Alone with the shard on this machine. Raises LockedError: without `wait`, where another has it."""
-        # then nothing is written or removed, and the folder may be read-only
+        # without `fetch` nothing is written or removed, and the folder may be read-only
         if self.fetch is None:
             yield
             return

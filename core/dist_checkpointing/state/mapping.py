@@ -65,7 +65,7 @@ class ShardedTensor:
     def __post_init__(self) -> None:
         dims = self.prepend_axis_num + self.data.dim()
         inside = True
-        # it may have padded rows at its end, which cannot be cut off from outside
+        # a DTensor may have padded rows at its end, which cannot be cut off from outside
         if not is_dtensor(self.data):
             intervals = zip(self.box, self.global_shape, strict=False)
             inside = all(start >= 0 and stop <= size for (start, stop), size in intervals)
@@ -217,7 +217,7 @@ class Mapper:
         """
         refuse_freed(name, tensor)
         data = tensor.detach()
-        # whose padding is cut when its local shards are made
+        # a DTensor's padding is cut when its local shards are made
         if not is_dtensor(data):
             data = true_part(data, layout, self._coordinate, self._sizes)
         return self.sharded_tensor(

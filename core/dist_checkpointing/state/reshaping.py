@@ -19,7 +19,7 @@ Spans = list[tuple[int, int]]
 
 def resolved_shape(requested: Shape, shape: Shape) -> Shape:
     """`requested` with its -1 replaced. Raises ValueError: another number of elements, or it cuts across dims."""
-    # positive where exactly one dim is -1
+    # positive where one dim is -1, or three, which are refused below
     known_elements = -prod(requested)
     resolved = requested
     if known_elements > 0:

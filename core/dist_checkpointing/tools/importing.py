@@ -125,7 +125,7 @@ def _of_deepspeed(folder: str) -> Import:
     try:
         contents = read_deepspeed(folder)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        # of any content
+        # a file of any content may come here
         raise ValueError(f"{folder}: {error!r}: not as DeepSpeed writes it") from None
     imported = Import(contents.version, contents.tensors, origin="DeepSpeed")
     imported.derived = contents.derived

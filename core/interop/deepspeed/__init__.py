@@ -76,7 +76,7 @@ class FromDeepSpeed:
         for section, fields in self.fields.items():
             for name, value in fields.items():
                 flag = f"--{section}.{name}".replace("_", "-")
-                # its default
+                # by the default: a field that may hold something else takes its bool as a word
                 is_switch = isinstance(value, bool) and isinstance(
                     getattr(PARTS[section], name), bool
                 )
@@ -149,8 +149,8 @@ def from_deepspeed(
                 f"{source} holds a {type(config).__name__}, not an object; give a ds_config"
             )
     try:
-        # sections in this order: the scheduler needs the optimizer's rate
         reader = ConfigReader(config, auto or {}, data_ranks)
+        # sections in this order: the scheduler needs the optimizer's rate
         for read_section in (batch, zero, dtypes, optimizer, scheduler, others):
             read_section(reader)
         reader.report_unread()

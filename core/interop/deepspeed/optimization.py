@@ -9,7 +9,7 @@ from core.optimizer.schedules.deepspeed import MOMENTUM, SCHEDULES, schedule
 
 PARAMS = "optimizer.params"
 SCHEDULER_PARAMS = "scheduler.params."
-# our own default is cosine with warmup, DeepSpeed's a rate that stays
+# a run's own default is cosine with warmup, DeepSpeed's a rate that stays
 CONSTANT: dict[str, Any] = {"lr_schedule": "constant", "lr_warmup_fraction": 0.0}
 
 

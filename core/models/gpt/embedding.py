@@ -52,8 +52,7 @@ class GPTEmbedding(nn.Module):
         self.dropout = residual_dropout(build, "embedding") if spec else None
 
     def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        # from here on the sequence comes first, as in Megatron: sequence parallelism then cuts the outermost
-        # dim
+        # from here on the sequence comes first, as in Megatron: sequence parallelism cuts the outermost dim
         x = self.word_embeddings(tokens.t().contiguous())
         if self.multiplier != 1.0:
             x = x * self.multiplier

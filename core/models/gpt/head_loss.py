@@ -132,8 +132,7 @@ class _HeadLoss(torch.autograd.Function):
         flat = x.reshape(-1, x.shape[-1])
         matrix = weight.detach().to(x.dtype)
         grad_loss = gradient.reshape(-1).to(logsumexp.dtype) * label_columns.counted
-        # with a main_grad, chunks add their products straight into it; else they need a sum of their own for
-        # autograd
+        # with a main_grad, chunks add their products straight into it; else autograd is given a sum of their own
         past_autograd = wants_dw and delivers(ctx, weight, ctx.region)
         target = main_grad_of(weight) if past_autograd else None
         dw = target

@@ -131,7 +131,7 @@ def sgd(batch: Batch, factor: Factor, options: Options, weight_decay: float) -> 
     )
 
 
-# elements of scratch at a time; a multiple of PART_ALIGN, as bits ask for
+# elements of scratch at a time; a multiple of PART_ALIGN, so that vector kernels give the same bits
 LION_CHUNK = 1 << 22
 
 

@@ -238,7 +238,7 @@ class ByHand:
             if meets and not is_penalty:
                 self._report(replace(source, kind="combined", name=source.reduced))
         is_count = kind == "shape" and type(result) is int and name in ("numel", "nelement")
-        # `float(...)` gives nothing but a plain one
+        # not of `float(...)`: Python makes a plain number of whatever it is given back
         if is_count or (source.reduced and name == "item"):
             combined = replace(source, kind="combined", name=source.reduced or name)
             return of_parameter(result, source.parameter, partial(self._report, combined))

@@ -124,7 +124,7 @@ class Group:
         self.timeout = timedelta(seconds=timeout_s)
         if self._on_host is not None:
             self._on_host.timeout = self.timeout
-        # torch has no public way to change the time of a group that exists
+        # by backend: a group may have one for each type of device, each with a time of its own
         for device in self.process_group._device_types:
             self.process_group._get_backend(device)._set_default_timeout(self.timeout)
 

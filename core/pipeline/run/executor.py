@@ -98,7 +98,7 @@ class Executor:
         if profiled():
             compute = self._named(compute)
             communicate = self._named(communicate)
-        # in one step only, so that all others pay nothing
+        # given in one step only, so that all others pay nothing
         if self._watch is not None:
             compute = partial(self._compute_watched, self._watch)
         try:

@@ -90,7 +90,6 @@ def _cached_pipeline(
     cache: _PipelineCache = models[0].__dict__.setdefault("_forward_backward", _PipelineCache())
     # grad_sync last: a call without gradients compares all but that
     key = (tuple(map(id, models)), num_microbatches, id(ps), seed, id(grad_sync))
-    # without gradients grad_sync does not matter
     if forward_only and cache.key[:-1] == key[:-1]:
         return cache
     if forward_only and grad_sync is None:

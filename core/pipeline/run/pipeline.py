@@ -130,7 +130,7 @@ class Pipeline:
         modules = [*self.modules.values()]
         self._loss_watch = LossWatch(ps, modules)
         self.sums_watch = SumsWatch(modules, ps, grad_sync)
-        # torch's optimizers, a loop of one's own
+        # without grad_sync the loop is the program's own, with torch's optimizers
         if ps.size("pp") > 1 and grad_sync is None:
             self._plain_loop = PlainLoopWatch(ps, modules)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure

@@ -121,9 +121,9 @@ class SingleStage:
                     loss_sum, num_tokens = call_loss_fn(loss_fn, output, microbatch)
                 # before backward: the graph holds what it needs
                 del output
-                # gradient accumulation: backward adds to the gradients of the microbatches before
                 sync.before_input_grad(model)
                 if check_loss(loss_sum, num_tokens):
+                    # gradient accumulation: backward adds to the gradients of the microbatches before
                     with named(f"B0.{index}"), without_autocast(self.ps.device):
                         loss_sum.backward(scale_like(loss_sum, loss_scale))
                 sync.after_input_grad(model)

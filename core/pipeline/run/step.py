@@ -48,7 +48,7 @@ def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0, context: i
 
 def forward_arguments(module: nn.Module) -> tuple[str, ...]:
     """The names by which `module.forward` takes its inputs; of the wrapped one for a compiled or DDP module."""
-    # has no Python signature; its argument 0 is self
+    # a ScriptModule's forward has no Python signature, but a schema, whose argument 0 is self
     if isinstance(module, torch.jit.ScriptModule):
         arguments = module.forward.schema.arguments[1:]  # type: ignore[attr-defined]
         return tuple(argument.name for argument in arguments)
@@ -294,7 +294,7 @@ def microbatches_of_all(batch: Batch | None, group: Group | None, num_microbatch
         raise ValueError(
             f"the pipeline ranks' batches have {rows_per_rank} rows; give all the same, or None"
         )
-    # any number of rows divides by this, and all microbatches have equally many
+    # the number of rows divides by this, so all microbatches have equally many
     return gcd(*known_rows, num_microbatches)
 
 

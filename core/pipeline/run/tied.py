@@ -163,7 +163,7 @@ def sum_tied_gradients(
         # this end got no gradient; the other one waits in the all-reduce all the same
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        # both ends have the sum now, and make the same update
+        # so that both ends have the sum, and make the same update
         all_reduce(parameter.grad, ps.group("embedding"))
         if earlier is not None:
             parameter.grad += earlier

@@ -157,7 +157,7 @@ def candidates(stages: Sequence[int], microbatches: int) -> list[Schedule]:
     for name, named in NAMED.items():
         chunks = None
         if named.any_chunks:
-            # |1| a placement of other chunks cannot be equal
+            # those of the placement: one of another number of chunks cannot be equal
             chunks = len(stages) // ranks
         if placement(name, ranks, chunks) == tuple(stages):
             schedules.append(make(name, ranks, microbatches, chunks))

@@ -43,7 +43,7 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
     placement = sections["pipeline"].placement(ranks) if ranks > 1 else (0,)
     numbers_by_stage = []
     for stage_rank in range(ranks):
-        # one rank per stage is enough: the others hold as much
+        # one rank at each place in the pipeline: its data, context and tensor ranks hold as much
         ps = _planned_rank(parallel, Grid(parallel).rank_at(pp=stage_rank, dp=0, cp=0, tp=0))
         with torch.device("meta"):
             stages = gpt_stages(**model.arguments(tokens, length), placement=placement, parallel=ps)
@@ -61,7 +61,7 @@ def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:
         moments=_MOMENTS[optimizer.optimizer] + (optimizer.ema_decay > 0),
         offload_fraction=sharding.offload_fraction if sharding.offload == "optimizer" else 0.0,
     )
-    # whole on every rank
+    # frozen ones are in no bucket, and whole on every rank
     return state + StateBytes(weights=frozen * model.dtype.itemsize)
 
 

@@ -86,7 +86,7 @@ def _folder_rules(
     if model.huggingface is None and checkpoint.weights is None:
         return
     try:
-        # and reads neither; adapters go on beside the weights that they began with
+        # a run that goes on reads neither, unless it kept adapters alone, which need the weights beside them
         if checkpoint.resumes() and (lora.rank is None or lora.save_base):
             return
     except (ValueError, OSError) as error:

@@ -56,7 +56,7 @@ class _Texts:
                 say=self._say,
             )
             name = str(path)
-        # the others are read by its tokenizer
+        # without one named, the first text's tokenizer reads the others as well
         if self._first and self._tokenizer is None and not is_list(name):
             beside = tokenizer_beside(TokenFile(name).prefix)
             self._tokenizer = str(beside) if beside is not None else None

@@ -53,7 +53,7 @@ def let_the_first_rank_end() -> None:
 
     It then ends with 0, or torchrun would list it among the failures, above the message of the first.
     """
-    # Python allows handlers there only
+    # Python allows handlers of signals in the main thread only
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0))
     time.sleep(_HEAD_START_S)

@@ -137,7 +137,7 @@ def leave_undrawn(stages: Mapping[int, GPTModel], device: torch.device, *, on_me
         for name, p in named_parameters(stages)
         if (init := getattr(p, "initial", None)) is not None
     }
-    # a standard deviation of 0: filled, not drawn
+    # with a standard deviation of 0: filled with NaN, and nothing is drawn
     _set_initial(stages, dict.fromkeys(drawn, Init(mean=nan)))
     for stage in stages.values():
         stage.awaits_checkpoint = True

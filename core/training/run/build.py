@@ -111,7 +111,7 @@ def build_executor(
         seed=training.seed,
         memory_limit=pipeline.memory_limit,
     )
-    # around what is recomputed
+    # after the Pipeline has made the regions that are recomputed: it goes around them
     offload_activations(stages, training.offload_activations)
     return executor
 

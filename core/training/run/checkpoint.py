@@ -192,7 +192,7 @@ class Checkpoints(AbstractContextManager):
         else:
             begin_states(self.optimizer, step)
         stored_run = StoredCheckpoint.open(url).run
-        # adapters are found again by where their weights were read last
+        # adapters alone keep what this run noted: it has read the weights beside them from there
         if self.manager is not None and (self._lora is None or self._lora["save_base"]):
             self.manager.note({"began_as": stored_run.get("began_as", {})})
         # only told: a checkpoint opens under any layout
@@ -222,7 +222,7 @@ class Checkpoints(AbstractContextManager):
                 # releases the directory's lock
                 self.manager.close()
                 raise
-            # Python allows handlers there only
+            # Python allows handlers of signals in the main thread only
             if threading.current_thread() is threading.main_thread():
                 for number in _END_SIGNALS:
                     self._previous_handlers[number] = signal.signal(number, self._terminate)

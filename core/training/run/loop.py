@@ -118,7 +118,7 @@ class _Meter:
         # of the model; activation checkpointing's forward does not count
         flops_per_s = tokens_per_s * self._flops
         mfu = flops_per_s / self._peak if self._peak is not None else None
-        # then the figure of the device is no peak
+        # above 1 the figure of the device is no peak
         if mfu is not None and mfu > 1:
             mfu = None
         return StepRecord(

@@ -105,7 +105,7 @@ def split_qkv(
     y: Tensor, groups: int, head_size: int, tables: Tables | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y [s, b, g (r+2) d] -> q [b, g r, s, d], k [b, g, s, d], v [b, g, s, d]; q and k rotated with `tables`."""
-    # it fuses by itself, and knows no views as `out`
+    # the compiler fuses by itself, and knows no views as `out`
     if torch.compiler.is_compiling():
         return split_qkv_plainly(y, groups, head_size, tables)
     cos, sin = tables if tables is not None else (None, None)

@@ -49,11 +49,11 @@ class Experts(torch.nn.Module):
             build, Layout((experts, hidden, ffn), {"ep": 0}), config.output_std
         )
         ps = build.parallel
-        # by a wrapper that sums .grad over edp itself
+        # set by a wrapper that sums .grad over edp itself
         self.edp_is_summed = False
         self._has_data_ranks = ps.size("dp-cp") > 1
         self._ranks = ps.size("ep")
-        # in a plain loop
+        # over whom a plain loop's gradients are summed here: with data ranks DDP sums over those
         if self._has_data_ranks:
             self._sum_group = ps.group("tp")
         else:

@@ -68,7 +68,7 @@ class MoELayer(nn.Module):
         routing = self.router(tokens)
         dispatch = Dispatch.plan(routing, self.router, self._expert_group)
         arriving = start_to_experts(tokens, dispatch)
-        # while the rows are on their way
+        # computed while the rows are on their way
         if self.shared_experts is None:
             shared = None
         else:

@@ -68,10 +68,10 @@ class Load:
         counts.rows = [a + b for a, b in zip(counts.rows, rows, strict=True)]
         # of one microbatch: it is what memory must hold at once
         counts.most_received = max(counts.most_received, received)
-        # weights that change between two counts of one step: an optimizer stepped, and nobody ended the step
         if self._version is None:
             self._version = weight._version
         elif self.remembers and self._version != weight._version and not self._told:
+            # weights that change between two counts of one step: an optimizer stepped, and nobody ended the step
             self._told = True
             warnings.warn(
                 "the weights of a model with moe_router_enable_expert_bias or global_aux_loss were updated, and its "

@@ -33,8 +33,7 @@ def load_saved(byte_range: ByteRange) -> Any:
     except OSError:
         raise
     except Exception as error:
-        # a damaged archive may raise anything
-        # of torch's long message the line that names the unsupported type, else the first
+        # a damaged archive may raise anything; of torch's long message the line that names the type, else the first
         lines = [line.strip() for line in str(error).splitlines()]
         reason = next((line for line in lines if "nsupported" in line), "".join(lines[:1]))
         end = byte_range.offset + byte_range.length

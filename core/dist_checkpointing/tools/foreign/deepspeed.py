@@ -121,7 +121,7 @@ def _add_rest_of_model(
         elif tensor.numel:
             contents.tensors[key] = saved_tensor(name, tensor.shape, whole_piece(tensor))
         elif name not in ties:
-            # of stage 3 what is trained stands elsewhere
+            # stage 3 leaves empty what it cuts; this one is not among the trained ones, which were found elsewhere
             contents.skipped[key] = f"a tensor of shape {list(tensor.shape)} has no elements"
 
 

@@ -195,10 +195,10 @@ class GPTDataset(torch.utils.data.Dataset):
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
         """A sample; None is one that no loss counts (to fill a batch)."""
         config = self.config
-        # a range checks the index, and counts from the end
         if idx is None:
             number = 0
         else:
+            # a range checks the index, and counts from the end
             number = range(len(self))[idx]
         text = self._text(number)
         tokens = text[:-1].contiguous()

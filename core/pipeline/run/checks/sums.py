@@ -42,7 +42,7 @@ class SumsWatch:
     ) -> None:
         # where replicas are, gradients may be summed between the step and the optimizer
         self._is_alone = grad_sync is None and ps.size("dp-cp") == 1
-        # of the tokens that nobody here sums over
+        # without grad_sync a gradient is of this replica's tokens, `num_tokens` of all replicas'
         if grad_sync is None:
             self._replicas = ps.size("dp-cp")
         else:
@@ -112,7 +112,7 @@ class SumsWatch:
         if is_changed and not self._only_clipped(result, {id(p) for p in parameters}):
             return
         num_tokens = float(result.num_tokens)
-        # loss_scale=1 / tokens is a mean
+        # a loss_scale of 1 / tokens has made it a mean
         if not num_tokens / self._replicas * float(self._divisor) > ROUNDING:
             return
         self.close()
