@@ -125,7 +125,9 @@ def test_gradients_on_every_layout(ranks, facts, world):
             assert not breaks
         if "tp" in facts:
             # a linear with its collectives, and the sum of a gradient over the tensor ranks
-            at_collectives = [re.search(r"`<function (_outside_compiled_graph|sum_gradient) at", reason) for reason in breaks]
+            at_collectives = [
+                re.search(r"`<function (_outside_compiled_graph|sum_gradient) at", reason) for reason in breaks
+            ]
             assert breaks and all(at_collectives), breaks
 
 
