@@ -289,6 +289,7 @@ def rows_of(batch: Batch | None) -> int | None:
 def microbatches_of_all(batch: Batch | None, group: Group | None, num_microbatches: int) -> int:
     """Into how many any number of rows is cut. All-gather over pp: ranks without a batch follow those with one."""
     rows_per_rank = all_gather_objects(rows_of(batch), group)
+    # where no rank has a batch, the number of microbatches stays as it is
     known_rows = {rows for rows in rows_per_rank if rows is not None} or {num_microbatches}
     if len(known_rows) > 1:
         raise ValueError(

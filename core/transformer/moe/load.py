@@ -162,6 +162,7 @@ class Loads:
         for router, summed, most_received in zip(self.routers, sums, most, strict=True):
             of_experts = summed[:experts]
             of_losses = summed[experts:]
+            # 1.0 where nothing was counted: it is divided by below
             mean = sum(of_experts) / experts or 1.0
             # each token is counted top_k times
             positions = sum(of_experts) / router.top_k or 1.0
