@@ -82,6 +82,18 @@ def test_every_number_is_the_engines(imported, stage):
     assert len(stored) == groups * 7 + 2 + 1 + 1
 
 
+def test_frozen_weights_of_one_rank(tmp_path):
+    """Stage 3 over one rank: one file, in which the module's tensors are as empty as those of many."""
+    with zipfile.ZipFile(DATA.with_name("deepspeed_one_rank.zip")) as archive:
+        archive.extractall(tmp_path)
+    assert main(["import", str(tmp_path / "stage3"), str(tmp_path / "ours")]) == 0
+    tensors = lazy_tensors(tmp_path / "ours")
+    weights = torch.load(tmp_path / "stage3" / "truth.pt", weights_only=True)
+    assert {"frozen.weight", "frozen.bias"} < weights.keys()
+    for name, value in weights.items():
+        assert torch.equal(tensors[f"model/{name}"][...], value), name
+
+
 @pytest.mark.parametrize("stage", ["stage0", "stage1"])
 def test_weights_of_16_bits_are_the_files_own(imported, stage):
     """They are not stored, but the main weights rounded: the same bits."""

@@ -116,7 +116,9 @@ def _add_rest_of_model(
         key = f"model/{name}"
         if key in contents.tensors or key in contents.derived or name in trained:
             continue
-        if name in frozen and len(files.models) > 1:
+        # stage 3 cuts frozen ones, too, and of one rank's only part leaves the module's tensor empty as well
+        is_cut = name in (model.get("frozen_param_fragments") or {}) and not tensor.numel
+        if name in frozen and (len(files.models) > 1 or is_cut):
             contents.tensors[key] = saved_tensor(name, tuple(frozen[name]), _parts(files, name))
         elif tensor.numel:
             contents.tensors[key] = saved_tensor(name, tensor.shape, whole_piece(tensor))
