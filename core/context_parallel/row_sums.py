@@ -336,7 +336,7 @@ def _own_rows(result: Tensor) -> Axes:
 
 def _follow_loss(
     name: str, args: tuple, kwargs: dict[str, Any], result: Any
-) -> Followed | float | None:
+) -> Finding | Followed | float | None:
     """A loss of torch's: by what it divided, or its elements' axes."""
     if name not in _BY_CLASS and name not in _BY_ELEMENT:
         return None
@@ -348,6 +348,9 @@ def _follow_loss(
         return None
     reduction = kwargs.get("reduction", "mean")
     class_dim = min(1, x.dim() - 1)
+    # classes that are rows, as of spans: a softmax over this rank's
+    if name in _BY_CLASS and split_axes.is_split(x.axes, [class_dim]):
+        return Finding("reduction", name, tuple(x.shape))
     if reduction == "none":
         return [(result, split_axes.without(x.axes, [class_dim]) if name in _BY_CLASS else x.axes)]
     if reduction == "sum":

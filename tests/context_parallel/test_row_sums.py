@@ -136,6 +136,11 @@ WEIGHTS = {
     "normalised advantages": lambda r: (r.losses * normalised(r.losses.detach())).sum(),
     "detached softmax": lambda r: (r.losses * r.losses.detach().softmax(1)).sum(),
     "median": lambda r: (r.losses * (r.losses.detach() > r.losses.detach().median(1, keepdim=True).values)).sum(),
+    "spans": lambda r: F.cross_entropy(r.losses, torch.tensor([1, 2])),
+    "spans of logits": lambda r: F.cross_entropy(r.logits[..., 0], torch.tensor([1, 2])),
+    "rows by rows": lambda r: (r.logits @ r.logits.mT).square().mean(),
+    "rows by rows, bmm": lambda r: torch.bmm(r.logits, r.logits.transpose(1, 2)).tanh().mean(),
+    "rows by rows, einsum": lambda r: torch.einsum("bsv,btv->bst", r.logits, r.logits).tanh().mean(),
     "attended": lambda r: F.scaled_dot_product_attention(r.logits, r.logits, r.logits).sum(),
 }
 RIGHT = {

@@ -187,7 +187,7 @@ class BucketGradient(Tensor):
     _slot: weakref.ref[ParameterSlot]
     step: int  # the number of the step whose gradient it is
     # hears of functions by hand and their results (`by_hand`)
-    listener: Callable[[Any, Any], None] | None = None
+    listener: Callable[..., None] | None = None
 
     def __new__(cls, slot: ParameterSlot) -> "BucketGradient":
         """Of the parameter's shape and dtype, without memory."""
@@ -254,9 +254,7 @@ class BucketGradient(Tensor):
         if func in ADDS and torch._C._current_graph_task_id() != -1 and type(args[0]) is cls:
             # autograd accumulates
             args[0].slot.contribute(args[1])
-            if func is aten.add_.Tensor:
-                return args[0]
-            return cls(args[0].slot)
+            return args[0] if func is aten.add_.Tensor else cls(args[0].slot)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         ours = [leaf for leaf in leaves if type(leaf) is cls]
         for leaf in ours:
@@ -269,18 +267,20 @@ class BucketGradient(Tensor):
             if func is aten._foreach_zero_.default:
                 return None
             return args[0]
+        slots = [leaf.slot for leaf in ours]
         if func not in ZEROES and func not in NORMS:
-            ours[0].slot.sums.zeroed_by_hand.difference_update([leaf.slot for leaf in ours])
-        ours[0].slot.request_values()
+            slots[0].sums.zeroed_by_hand.difference_update(slots)
+        slots[0].request_values()
 
         # Elementwise changes by numbers run on each rank's elements; anything else gets full gradients.
-        slots = [leaf.slot for leaf in ours]
         local = (func in ELEMENTWISE and only_scalars_beside(leaves, cls)) or func is UNSCALE
         if not local or func is UNSCALE:
             meet(slots, str(func))
         if func in NORMS and one_norm_per_tensor(func, args, kwargs, cls):
             norms = global_norms(slots, args[1] if len(args) > 1 else 2)
             norms = [norm.to(leaf.dtype) for norm, leaf in zip(norms, ours, strict=True)]
+            if ours[0].listener is not None:
+                ours[0].listener(func, None, norm_of=len(ours))
             if func is aten._foreach_norm.Scalar:
                 return norms
             return norms[0]

@@ -19,9 +19,13 @@ _NORM_REMEDY = (
 )
 
 
+# a norm that tensor ranks have taken together: of one parameter it is right, of several it is of a pipeline rank's
+WHOLE_NORM = "whole norm"
+
+
 @dataclass(frozen=True)
 class Heard:
-    """A function `name` of one of the kinds `WRONG_ON_SHARDS`, "sum" or "combined" (numbers of several parameters).
+    """A function `name` of a kind: `WRONG_ON_SHARDS`, "sum", "combined" (numbers of several parameters), WHOLE_NORM.
 
     Called on a parameter or its gradient, or on what elementwise functions made of either.
     """

@@ -27,7 +27,7 @@ from core.parallel_state.by_hand.functions import (
     called_by_program,
     function_name,
 )
-from core.parallel_state.by_hand.heard import Heard
+from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
 from core.parallel_state.by_hand.numbers import of_parameter
 
 
@@ -213,11 +213,19 @@ class ByHand:
             ):
                 self._follow(gradient, Heard(parameter, True))
 
-    def _called_inside(self, source: Heard, func: Any, result: Any) -> None:
-        """A gradient that lies in buckets was given to an operator of aten."""
+    def _called_inside(
+        self, source: Heard, func: Any, result: Any, *, norm_of: int | None = None
+    ) -> None:
+        """A gradient that lies in buckets was given to an operator of aten.
+
+        norm_of: the operator took norms, which are of full gradients, of so many parameters.
+        """
         if not self.is_open or not called_by_program(sys._getframe(2)):
             return
         name = func.overloadpacket.__name__.removeprefix("linalg_").strip("_")
+        if norm_of is not None:
+            self._report(replace(source, kind=WHOLE_NORM, name=name, joined=norm_of > 1))
+            return
         if name in KIND_OF_FUNCTION:
             self._report(replace(source, kind=KIND_OF_FUNCTION[name], name=name))
         elif type(result) is Tensor and result.shape == source.parameter.shape:

@@ -220,6 +220,9 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
     # multiplied over a split dim: each rank has its part of the sum
     if split_axes.is_split(left, [-1]) or split_axes.is_split(right, [-2]):
         return name
+    # parts by parts: products with the others' parts are missing
+    if split_axes.is_split(left, [-2]) and split_axes.is_split(right, [-1]):
+        return Finding("reduction", name, tuple(args[0].shape))
     product = (*(left if len(left) >= len(right) else right)[:-2], *left[-2:-1], right[-1])
     return [(result, product if len(product) == result.dim() else None)]
 
@@ -243,6 +246,9 @@ def _einsum(args: tuple, result: Tensor) -> Outcome:
         is_split = any(split for _, split in atom)
         if is_split and letter not in output:
             return "einsum"
+    split = [letter for letter in output if any(is_part for _, is_part in atoms[letter])]
+    if len(split) > 1:
+        return Finding("reduction", "einsum", tuple(result.shape))
     return [(result, tuple(atoms[letter] for letter in output))]
 
 

@@ -130,9 +130,8 @@ class Pipeline:
         modules = [*self.modules.values()]
         self._loss_watch = LossWatch(ps, modules)
         self.sums_watch = SumsWatch(modules, ps, grad_sync)
-        # without grad_sync the loop is the program's own, with torch's optimizers
-        if ps.size("pp") > 1 and grad_sync is None:
-            self._plain_loop = PlainLoopWatch(ps, modules)
+        if ps.size("pp") > 1:
+            self._plain_loop = PlainLoopWatch(ps, modules, owns_updates=grad_sync is None)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure
         self._connections.plan(self.schedule)
 
@@ -391,10 +390,11 @@ class Pipeline:
                 stage.clear()
 
     def _global_result(self, total: Tensor, watch: PlainLoopWatch | None = None) -> StepResult:
+        updates = None if watch is None else watch.updates
         # only the last stage has numbers, the others add zeros; then the sum over replicas
-        if watch is not None:
-            total = watch.updates.with_numbers(total)
+        if updates is not None:
+            total = updates.with_numbers(total)
         total = all_reduce(all_reduce(total, self.ps.group("pp")), self.ps.group("dp-cp"))
-        if watch is not None:
-            watch.updates.look(total[2:])
+        if updates is not None:
+            updates.look(total[2:])
         return StepResult(total[0], total[1])

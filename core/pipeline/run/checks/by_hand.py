@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
 from core.parallel_state.state import ParallelState
 
 # steps between two looks at an accelerator's numbers: each look waits for it
@@ -50,7 +50,7 @@ class StageArithmetic:
                 f"{heard.name} by hand of several weights is of this rank's stages; sum, or take the largest, over "
                 "parallel_state.get_pipeline_model_parallel_group()",
             )
-        elif is_reduction and heard.of_gradient:
+        elif (is_reduction or heard.kind == WHOLE_NORM) and heard.of_gradient:
             # one gradient alone may be looked at; two in a row are on their way to a norm
             self._reduced_ids.add(id(heard.parameter))
             if len(self._reduced_ids) > 1 or heard.joined:

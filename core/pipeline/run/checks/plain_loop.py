@@ -160,12 +160,17 @@ class ScaleWatch:
 
 
 class PlainLoopWatch:
-    """Around a pipeline whose weights a loop of the user's updates: clipping, arithmetic by hand, skipped steps."""
+    """Around a pipeline whose weights a loop of the user's updates: clipping, arithmetic by hand, skipped steps.
 
-    def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
+    owns_updates: whether torch's optimizers update the stages; under a `grad_sync` ours compare for themselves.
+    """
+
+    def __init__(
+        self, ps: ParallelState, modules: Sequence[nn.Module], *, owns_updates: bool
+    ) -> None:
         self._modules = modules
-        self._scales = ScaleWatch(ps, modules)
-        self.updates = UpdateWatch(ps, modules)
+        self._scales = ScaleWatch(ps, modules) if owns_updates else None
+        self.updates = UpdateWatch(ps, modules) if owns_updates else None
         self._arithmetic = StageArithmetic(modules)
         self._arithmetic.open()
 
@@ -175,7 +180,7 @@ class PlainLoopWatch:
 
     def after_step(self) -> None:
         """Raises ValueError, on every rank: gradients were clipped by the norm of one rank's stages."""
-        is_watched = self._scales.after_step()
+        is_watched = self._scales is not None and self._scales.after_step()
         self._arithmetic.open(look_again=is_watched)
 
 
