@@ -283,7 +283,7 @@ class LossWatch:
             self._has_warned = True
             warnings.warn(
                 f"loss_fn takes a {heard.name} of weights: only those of this rank's stages count, it is called "
-                "where the last stage is. Use weight_decay, or call backward() on every rank, after step, for a "
+                "where the last stage is. Use weight_decay, or call backward() on every rank, before step, for a "
                 "penalty of its own stages",
                 stacklevel=5,
             )

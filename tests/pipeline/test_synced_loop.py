@@ -1,0 +1,84 @@
+"""Norms and sums by hand over a pipeline whose gradients lie in buckets are of one rank's stages: told."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from core.data_parallel import DataParallel
+from core.optimizer import OptimizerConfig, ShardedSGD
+from core.pipeline import Pipeline
+from tests.states import state
+
+STEPS = 3
+
+
+def batch(step):
+    return torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+
+
+def loss(output, microbatch):
+    return output.square().sum(), output.numel()
+
+
+def norms(model):
+    return torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+
+
+def squares(model):
+    return sum(p.grad.pow(2).sum().item() for p in model.parameters()) ** 0.5
+
+
+def total_norm(model):
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+
+
+def weights_norm(model):
+    return sum(p.detach().norm() ** 2 for p in model.parameters()) ** 0.5
+
+
+def nothing(model):
+    return None
+
+
+def signs(model):
+    for p in model.parameters():
+        p.grad.sign_()
+
+
+def one_norm(model):
+    return next(model.parameters()).grad.norm().item()
+
+
+def said_of(look, zero_stage):
+    """What is told while a loop looks at gradients before each update; nobody listens to parameters in the end."""
+    ps = state(pp=2)
+    torch.manual_seed(ps.index("pp"))
+    model = nn.Linear(4, 4)
+    shard = DataParallel(model, ps, zero_stage=zero_stage)
+    optimizer = ShardedSGD(shard, OptimizerConfig(lr=0.01, clip_grad=0.0))
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2, grad_sync=shard)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for step in range(STEPS):
+            result = pipeline.step(batch(step), loss)
+            look(model)
+            optimizer.step(num_tokens=result.num_tokens)
+            optimizer.zero_grad()
+        pipeline.evaluate(batch(0), loss)
+    pipeline.close()
+    assert not any(hasattr(type(p), "reports_to") for p in model.parameters())
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("world, zero_stage", [(2, 0), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("look", [norms, squares, total_norm, weights_norm])
+def test_numbers_of_one_ranks_stages_are_told_once(ranks, look, world, zero_stage):
+    expected = "of several weights is" if look is weights_norm else "gradients were reduced by hand"
+    for told in ranks(said_of, look, zero_stage, world=world):
+        assert len(told) == 1 and expected in told[0] and "of this rank's stages" in told[0], told
+
+
+@pytest.mark.parametrize("look", [nothing, signs, one_norm])
+def test_right_loops_hear_nothing(ranks, look):
+    assert not any(ranks(said_of, look, 1, world=4))
