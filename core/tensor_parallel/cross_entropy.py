@@ -169,7 +169,8 @@ class _CrossEntropy(torch.autograd.Function):
         # the buffer becomes its own gradient: a second backward would find that in it
         if ctx.exponentials is None:
             raise RuntimeError(
-                "vocab_parallel_cross_entropy overwrote its buffer: backward works once per forward"
+                "vocab_parallel_cross_entropy overwrote its buffer: backward works once per forward. Run the "
+                "forward again, or compute the loss from logits (model(tokens), gather_logits, F.cross_entropy)"
             )
         local_label, is_local, probability_factor, counted = ctx.saved_tensors
         grad_logits = ctx.exponentials
