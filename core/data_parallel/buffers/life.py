@@ -36,7 +36,7 @@ class Phase(IntEnum):
             raise RuntimeError(
                 f"a backward reached {name} after finish() had summed the gradients of this step (an executor's "
                 "step, clip_grad_norm_, get_grad_norm and values read of p.grad call it); call backward before "
-                "them, or step and zero_grad() before the next. Between two backwards of one step (FGM) take what the first "
-                "gave to an activation: torch.autograd.grad(loss, embedded, retain_graph=True)"
+                "them, or step and zero_grad() before the next. Between two backwards of one step (FGM) take what "
+                "the first gave to an activation: torch.autograd.grad(loss, embedded, retain_graph=True)"
             )
         return self is Phase.STEPPED
