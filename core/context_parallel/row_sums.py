@@ -76,7 +76,7 @@ class RowSums:
             sums.mark(gathered, _axes_of_rows(gathered))
 
     def tell(self, what: str) -> None:
-        """Warn, once."""
+        """Warn of `what` with the remedy, once for this model."""
         if not self.told:
             self.told = True
             warnings.warn(f"context parallelism: {what}. {_REMEDY}", stacklevel=6)

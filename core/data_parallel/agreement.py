@@ -226,7 +226,7 @@ class Agreement:
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
+        """Where the weights are; what is compared is gathered from there."""
         return self._ps.device
 
     @property

@@ -49,7 +49,7 @@ class ShardedLamb(ShardedOptimizer):
         self._sums = self._who_sums()
 
     def options(self, config: OptimizerConfig) -> dict[str, Any]:
-        """AdamW's."""
+        """Those of AdamW, whose moments it shares: betas and epsilon in each group."""
         return adamw_options(config)
 
     def kinds_of(self, name: str, layout: Layout) -> tuple[str, ...]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from core.datasets import TokenFile, TokenFileWriter
 from core.datasets.card import sampled_hash
 from core.datasets.packing import Packing
-from core.datasets.shards import CommandFetch, LocalShards, Manifest, StreamedBatches, local
+from core.datasets.shards import CommandFetch, LocalShards, ShardManifest, StreamedBatches, local
 from core.datasets.shards.__main__ import main
-from core.datasets.shards.manifest import Shard
+from core.datasets.shards.manifest import CorpusShard
 
 LENGTHS = (23, 7, 40, 2, 31)  # tokens of the shards
 S, ROWS = 5, 4
@@ -45,7 +45,7 @@ def from_store(store, log=None):
 
 
 def streamed(store, directory=None, fetch=None, **more):
-    shards = LocalShards(Manifest.read(store / "all.shards.json"), directory or store, fetch)
+    shards = LocalShards(ShardManifest.read(store / "all.shards.json"), directory or store, fetch)
     return StreamedBatches(local=shards, sequence_length=S, global_batch_size=ROWS, seed=3, **more)
 
 
@@ -133,7 +133,7 @@ def test_processes_share_a_directory(ranks, store, tmp_path):
 
 def test_a_shard_is_not_removed_while_another_opens_it(store, tmp_path, monkeypatch):
     """As two processes do, one a batch ahead: the test above meets it one time in hundreds."""
-    manifest = Manifest.read(store / "all.shards.json")
+    manifest = ShardManifest.read(store / "all.shards.json")
     slow, fast = (LocalShards(manifest, tmp_path, from_store(store)) for _ in range(2))
 
     def hash_while_the_other_removes(path):
@@ -179,14 +179,14 @@ def test_a_list_that_is_none(tmp_path, capsys):
     for content in ("{", "{}", '{"format": "other", "shards": []}', '{"format": "paracore shards 1", "shards": []}'):
         path.write_text(content)
         with pytest.raises(ValueError, match=r"x\.shards\.json is no list of shards .*core\.datasets\.shards"):
-            Manifest.read(path)
+            ShardManifest.read(path)
     with pytest.raises(ValueError, match=r"'\.\./a' is no file name; b is there 2 times; b has 1 tokens, 2 or more"):
-        Manifest((Shard("../a", 5, ""), Shard("b", 9, ""), Shard("b", 1, "")))
+        ShardManifest((CorpusShard("../a", 5, ""), CorpusShard("b", 9, ""), CorpusShard("b", 1, "")))
     assert main([str(tmp_path / "nowhere"), "--output", str(path)]) == 1
     assert "does not exist" in capsys.readouterr().err
 
 
 def test_prefixes_of_the_list_are_opened_as_they_are(store):
-    manifest = Manifest.read(store / "all.shards.json")
-    assert manifest == Manifest.of([store / shard.name for shard in manifest.shards])
+    manifest = ShardManifest.read(store / "all.shards.json")
+    assert manifest == ShardManifest.of([store / shard.name for shard in manifest.shards])
     assert manifest.num_tokens == sum(TokenFile(store / f"part-{n}").num_tokens for n in range(5)) == sum(LENGTHS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from core.datasets import BlendedBatches, SourceFiles, TokenFileWriter, prepare_default_corpus, train_tokenizer
-from core.datasets.shards import Manifest
+from core.datasets.shards import ShardManifest
 from core.parallel_state import ParallelState
 from core.training import DataConfig
 from core.training.run.data import open_corpus
@@ -197,7 +197,7 @@ def test_shards_are_a_text_of_which_a_few_lie_here(made, single, tmp_path):
             shutil.copy(path, store / f"{name}{path.name.removeprefix(prefix.name)}")
         names.append(store / name)
     listed = str(tmp_path / "all.shards.json")
-    Manifest.of(names).write(listed)
+    ShardManifest.of(names).write(listed)
     copies = "[shutil.copy(f, sys.argv[3]) for f in pathlib.Path(sys.argv[1]).glob(sys.argv[2])]"
     fetch = f'{sys.executable} -c "import pathlib, shutil, sys; {copies}" {store} {{name}}.* {{directory}}'
     facts = {"train": listed, "sequence_length": S, "valid": str(made.valid)}

@@ -232,7 +232,7 @@ class BucketGradient(Tensor):
         return self._full("numpy").numpy(*args, **kwargs)
 
     def tolist(self) -> Any:
-        """The full gradient's."""
+        """The full gradient's numbers, gathered from the ranks that hold its parts."""
         return self._full("tolist").tolist()
 
     def __deepcopy__(self, memo: dict) -> Tensor:

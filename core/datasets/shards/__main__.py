@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from core.datasets.shards.manifest import SUFFIX, Manifest
+from core.datasets.shards.manifest import SUFFIX, ShardManifest
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.output.endswith(SUFFIX):
         parser.error(f"--output {options.output} must end with {SUFFIX}, by which a run knows it")
     try:
-        manifest = Manifest.of(
+        manifest = ShardManifest.of(
             [name.removesuffix(".idx").removesuffix(".bin") for name in options.shards]
         )
         manifest.write(options.output)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from core.datasets.card import card_path, sampled_hash
 from core.datasets.prefix_lock import LockedError, release_lock, take_lock
-from core.datasets.shards.manifest import Manifest
+from core.datasets.shards.manifest import ShardManifest
 from core.datasets.token_file import TokenFile, file_paths
 
 # (name of the shard, folder): puts name.bin, name.idx and what lies beside there
@@ -51,7 +51,7 @@ class LocalShards:
     """
 
     def __init__(
-        self, manifest: Manifest, directory: str | Path, fetch: Fetch | None = None
+        self, manifest: ShardManifest, directory: str | Path, fetch: Fetch | None = None
     ) -> None:
         self.manifest = manifest
         self.directory = Path(directory)

@@ -14,7 +14,7 @@ SUFFIX = ".shards.json"
 
 
 @dataclass(frozen=True)
-class Shard:
+class CorpusShard:
     """One token file: its name without a folder, its tokens, and `sampled_hash` of its `.bin`."""
 
     name: str
@@ -23,10 +23,10 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class ShardManifest:
     """The shards of a corpus, in order. Raises ValueError: none, a name twice or with a folder, one token."""
 
-    shards: tuple[Shard, ...]
+    shards: tuple[CorpusShard, ...]
 
     def __post_init__(self) -> None:
         names = [shard.name for shard in self.shards]
@@ -51,7 +51,7 @@ class Manifest:
         return sum(shard.tokens for shard in self.shards)
 
     @classmethod
-    def of(cls, prefixes: Sequence[str | Path]) -> "Manifest":
+    def of(cls, prefixes: Sequence[str | Path]) -> "ShardManifest":
         """Of token files that are all here, in this order. Raises ValueError, FileNotFoundError: a damaged one."""
         shards = []
         for prefix in prefixes:
@@ -60,11 +60,11 @@ class Manifest:
                 hash_of_tokens = file.card.bin_hash
             else:
                 hash_of_tokens = sampled_hash(file_paths(prefix)[0])
-            shards.append(Shard(Path(prefix).name, file.num_tokens, hash_of_tokens))
+            shards.append(CorpusShard(Path(prefix).name, file.num_tokens, hash_of_tokens))
         return cls(tuple(shards))
 
     @classmethod
-    def read(cls, path: str | Path) -> "Manifest":
+    def read(cls, path: str | Path) -> "ShardManifest":
         """Raises ValueError: no list of shards; FileNotFoundError."""
         try:
             content = json.loads(Path(path).read_text())
@@ -72,7 +72,7 @@ class Manifest:
                 raise ValueError(f"format {content['format']!r}, this reads {FORMAT!r}")
             return cls(
                 tuple(
-                    Shard(str(s["name"]), int(s["tokens"]), str(s["hash"]))
+                    CorpusShard(str(s["name"]), int(s["tokens"]), str(s["hash"]))
                     for s in content["shards"]
                 )
             )

@@ -114,7 +114,7 @@ def _linears(stage: GPTModel) -> Iterator[tuple[str, Linear]]:
 
 
 def _path(name: str) -> str:
-    """decoder.layers.7.mlp.linear_fc1 -> mlp.linear_fc1."""
+    """Where a linear lies in its layer: decoder.layers.7.mlp.linear_fc1 -> mlp.linear_fc1."""
     return name.split(".", 3)[3]
 
 

@@ -127,7 +127,7 @@ def _cutting_axis(name: str, layout: Layout, stacked: int, ps: ParallelState) ->
 
 
 @dataclass(frozen=True, eq=False)
-class Round:
+class MatrixRound:
     """Matrices that are put together at the same time, and their owners: ranks of `data_ranks` and `cut_over`."""
 
     matrices: tuple[Matrix, ...]
@@ -145,7 +145,7 @@ class Round:
         return self.matrices[0].cut_over
 
 
-def plan_rounds(matrices: Sequence[Matrix], most: int = ROUND) -> list[Round]:
+def plan_rounds(matrices: Sequence[Matrix], most: int = ROUND) -> list[MatrixRound]:
     """Rounds in an order that all ranks share, so that none waits for another that is elsewhere.
 
     In a round a rank owns at most twice max(most, the largest matrix) elements.
@@ -162,7 +162,7 @@ def plan_rounds(matrices: Sequence[Matrix], most: int = ROUND) -> list[Round]:
             data_owners, part_owners = zip(
                 *(divmod(owner, cut_size) for owner in owners), strict=True
             )
-            rounds.append(Round(tuple(members[first:last]), data_owners, part_owners))
+            rounds.append(MatrixRound(tuple(members[first:last]), data_owners, part_owners))
     return rounds
 
 

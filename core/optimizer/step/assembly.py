@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from core.optimizer.state.matrices import Round
+from core.optimizer.state.matrices import MatrixRound
 from core.parallel_state.collectives import Group, all_to_all
 
 
-class Exchange:
+class MatrixExchange:
     """Parts of matrices on their way to the owners, and back: an all-to-all each way.
 
     owners: per matrix a rank of `group`. sizes: per matrix the elements of each rank's part. A group of one rank
@@ -74,7 +74,7 @@ class Exchange:
 
 
 def change_whole(
-    plan: Round, pieces: Sequence[Tensor], change: Callable[[Tensor], Tensor]
+    plan: MatrixRound, pieces: Sequence[Tensor], change: Callable[[Tensor], Tensor]
 ) -> list[Tensor]:
     """change([rows, columns]) of every full matrix of a round; takes and gives this rank's flat pieces, in order.
 
@@ -88,7 +88,7 @@ def change_whole(
     for matrix in plan.matrices:
         spans = [matrix.piece(rank) for rank in range(count)]
         piece_sizes.append([stop - start for start, stop in spans])
-    over_data = Exchange(plan.data_owners, piece_sizes, data_ranks)
+    over_data = MatrixExchange(plan.data_owners, piece_sizes, data_ranks)
     like = pieces[0]
 
     # Of the matrices that this data rank owns: the whole part, then from all tensor ranks the full matrix.
@@ -97,7 +97,7 @@ def change_whole(
     owners = [plan.part_owners[number] for number in over_data.owned]
     cut_over = plan.cut_over
     count = 1 if cut_over is None else cut_over.size
-    over_parts = Exchange(owners, [[part.numel()] * count for part in parts], cut_over)
+    over_parts = MatrixExchange(owners, [[part.numel()] * count for part in parts], cut_over)
     changed = []
     if owned_matrices:
         arrived = over_parts.to_owners(parts)

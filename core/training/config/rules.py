@@ -9,7 +9,7 @@ import torch
 from core import dist_checkpointing
 from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.cached import is_text
-from core.datasets.shards.manifest import Manifest, is_list
+from core.datasets.shards.manifest import ShardManifest, is_list
 from core.models.lora.config import LoraConfig
 from core.optimizer.config import OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
@@ -195,7 +195,7 @@ def _file_rules(data: DataConfig) -> Rules:
                 if is_text(prefix):
                     continue
                 tokens = (
-                    Manifest.read(prefix) if is_list(prefix) else TokenFile(prefix)
+                    ShardManifest.read(prefix) if is_list(prefix) else TokenFile(prefix)
                 ).num_tokens
                 yield (
                     # one more, for the last label; a validation text may be short

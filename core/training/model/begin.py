@@ -91,7 +91,7 @@ def _whole_stages(
     *,
     may_be_on_meta: bool,
 ) -> Mapping[int, nn.Module]:
-    """Without adapters."""
+    """This rank's stages as the checkpoint knows them: the model without adapters."""
     weights = run.checkpoint.weights
     folder = run.model.huggingface
     length = run.data.sequence_length

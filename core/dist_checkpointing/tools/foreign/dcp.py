@@ -82,7 +82,7 @@ def _member(kind: Any, name: Any) -> Record:
     return kind(name)
 
 
-class _Unpickler(InertUnpickler):
+class _DcpUnpickler(InertUnpickler):
     """Knows DCP's classes as records, `torch.Size` as a tuple, dtypes as their names."""
 
     def find_class(self, module: str, name: str) -> Any:
@@ -115,7 +115,7 @@ def read_dcp(folder: str) -> DcpContents:
                 raise ValueError(f"it has {size} bytes, at most {MAX_METADATA_BYTES} are read")
             # from memory: no opcode can ask for more bytes than there are
             data = io.BytesIO(file.read())
-        return _contents(folder, _Unpickler(data).load())
+        return _contents(folder, _DcpUnpickler(data).load())
     except OSError:
         raise
     except Exception as error:

@@ -12,7 +12,7 @@ from core.dist_checkpointing.tools.foreign.dcp_shards import ShardCache
 from core.dist_checkpointing.tools.foreign.deepspeed_files import DeepSpeedFiles, read_files
 from core.dist_checkpointing.tools.foreign.deepspeed_pieces import (
     MAIN,
-    Piece,
+    FlatPiece,
     Shape,
     States,
     kinds_of,
@@ -127,7 +127,7 @@ def _add_rest_of_model(
             contents.skipped[key] = f"a tensor of shape {list(tensor.shape)} has no elements"
 
 
-def _parts(files: DeepSpeedFiles, name: str) -> list[Piece]:
+def _parts(files: DeepSpeedFiles, name: str) -> list[FlatPiece]:
     """A frozen parameter of stage 3: equal parts on all ranks, the last ones filled up."""
     pieces = []
     start = 0
@@ -138,7 +138,7 @@ def _parts(files: DeepSpeedFiles, name: str) -> list[Piece]:
         part = model["frozen_param_fragments"][name]
         stop = min(start + part.numel, total)
         if start < stop:
-            pieces.append(Piece(start, stop, part, 0))
+            pieces.append(FlatPiece(start, stop, part, 0))
         start = stop
     return pieces
 

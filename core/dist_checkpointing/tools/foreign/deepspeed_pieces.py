@@ -16,7 +16,7 @@ STEP = "step"
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatPiece:
     """Elements [start, stop) of a parameter's flat form lie in `tensor` from element `first` on."""
 
     start: int
@@ -29,15 +29,15 @@ class Piece:
 class States:
     """kinds: kind -> name -> its pieces, the main weights among them. steps: name -> updates (int or a tensor)."""
 
-    kinds: dict[str, dict[str, list[Piece]]] = field(default_factory=dict)
+    kinds: dict[str, dict[str, list[FlatPiece]]] = field(default_factory=dict)
     steps: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, kind: str, name: str, piece: Piece) -> None:
-        """One more piece."""
+    def add(self, kind: str, name: str, piece: FlatPiece) -> None:
+        """Note one more interval of a parameter's elements, in whatever order files bring them."""
         self.kinds.setdefault(kind, {}).setdefault(name, []).append(piece)
 
 
-def saved_tensor(name: str, shape: Shape, pieces: Sequence[Piece]) -> SavedTensor:
+def saved_tensor(name: str, shape: Shape, pieces: Sequence[FlatPiece]) -> SavedTensor:
     """The tensor whose pieces these are. Raises ValueError: they are not all of it, or of several dtypes."""
     dtypes = sorted({piece.tensor.dtype for piece in pieces})
     elements = sum(piece.stop - piece.start for piece in pieces)
@@ -56,9 +56,9 @@ def saved_tensor(name: str, shape: Shape, pieces: Sequence[Piece]) -> SavedTenso
     return SavedTensor(shape, dtypes[0], tuple(shards))
 
 
-def whole_piece(tensor: ArchivedTensor) -> list[Piece]:
+def whole_piece(tensor: ArchivedTensor) -> list[FlatPiece]:
     """All of a tensor."""
-    return [Piece(0, tensor.numel, tensor, 0)]
+    return [FlatPiece(0, tensor.numel, tensor, 0)]
 
 
 def stage_of(optimizer: Mapping[str, Any]) -> int:
@@ -158,12 +158,12 @@ def _add(
     first: int,
 ) -> None:
     """The same piece of the main weights and of every state that is as long."""
-    states.add(MAIN, name, Piece(start, stop, flat, first))
+    states.add(MAIN, name, FlatPiece(start, stop, flat, first))
     for kind, value in state.items():
         if kind == STEP:
             states.steps[name] = value
         elif isinstance(value, ArchivedTensor) and value.numel >= flat.numel:
-            states.add(kind, name, Piece(start, stop, value, first))
+            states.add(kind, name, FlatPiece(start, stop, value, first))
 
 
 def _flats(optimizer: Mapping[str, Any], key: str) -> list[ArchivedTensor]:

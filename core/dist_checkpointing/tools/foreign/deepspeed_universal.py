@@ -7,7 +7,7 @@ from typing import Any
 from core.dist_checkpointing.tools.foreign.deepspeed_pieces import (
     MAIN,
     STEP,
-    Piece,
+    FlatPiece,
     Shape,
     States,
     whole_piece,
@@ -48,7 +48,7 @@ def read_universal(
             if kind == STEP:
                 states.steps[name] = value
             elif isinstance(value, ArchivedTensor) and value.shape == weight.shape:
-                states.add(kind, name, Piece(0, value.numel, value, 0))
+                states.add(kind, name, FlatPiece(0, value.numel, value, 0))
             else:
                 raise ValueError(f"{folder}: {kind} of {name} is not of its weight's shape")
     return states, shapes

@@ -43,7 +43,7 @@ class ArchivedTensor:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """How many elements it has."""
         return prod(self.shape)
 
     def interval(self, first: int, stop: int) -> ByteRange:
@@ -96,7 +96,7 @@ def read_archive(path: str) -> Any:
                     for name, entry in entries.items()
                 }
                 data = io.BytesIO(archive.read(pickled))
-            return _Unpickler(data, path, starts).load()
+            return _ArchiveUnpickler(data, path, starts).load()
     except OSError:
         raise
     except Exception as error:  # a damaged archive may raise anything
@@ -115,7 +115,7 @@ def _start_of(file: io.BufferedReader, entry: zipfile.ZipInfo) -> int:
     )
 
 
-class _Unpickler(InertUnpickler):
+class _ArchiveUnpickler(InertUnpickler):
     def __init__(self, data: io.BytesIO, path: str, starts: dict[str, tuple[int, int]]) -> None:
         super().__init__(data)
         self._path = path

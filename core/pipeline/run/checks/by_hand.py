@@ -67,7 +67,7 @@ class StageArithmetic:
             warnings.warn(message, stacklevel=5)
 
 
-class UpdateWatch:
+class SkippedUpdateWatch:
     """Finds an optimizer's step that some ranks made and others did not.
 
     Each rank's decision (its own loss, infinities in its own gradients) would leave one model of two ages. Whether

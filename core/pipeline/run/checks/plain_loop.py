@@ -18,7 +18,7 @@ from core.parallel_state.collectives import all_gather, all_gather_objects
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.state import ParallelState
-from core.pipeline.run.checks.by_hand import StageArithmetic, UpdateWatch
+from core.pipeline.run.checks.by_hand import SkippedUpdateWatch, StageArithmetic
 
 SAMPLED_GRADIENTS = 4  # per rank, the smallest ones
 SAMPLED_ELEMENTS = 2  # of each, the largest ones
@@ -170,7 +170,7 @@ class PlainLoopWatch:
     ) -> None:
         self._modules = modules
         self._scales = ScaleWatch(ps, modules) if owns_updates else None
-        self.updates = UpdateWatch(ps, modules) if owns_updates else None
+        self.updates = SkippedUpdateWatch(ps, modules) if owns_updates else None
         self._arithmetic = StageArithmetic(modules)
         self._arithmetic.open()
 

@@ -15,7 +15,7 @@ from core.datasets import (
     tokenizer_of,
 )
 from core.datasets.card import tokenizer_path
-from core.datasets.shards import CommandFetch, LocalShards, Manifest
+from core.datasets.shards import CommandFetch, LocalShards, ShardManifest
 from core.datasets.shards.manifest import is_list
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 from core.parallel_state import ParallelState
@@ -86,7 +86,7 @@ def _shards_of_list(data: DataConfig) -> LocalShards | None:
         return None
     path = Path(data.train[0])
     fetch = CommandFetch(data.fetch) if data.fetch else None
-    return LocalShards(Manifest.read(path), data.shard_directory or path.parent, fetch)
+    return LocalShards(ShardManifest.read(path), data.shard_directory or path.parent, fetch)
 
 
 def _document_end(files: Sequence[TokenFile], tokenizer: AnyTokenizer) -> int | None:
