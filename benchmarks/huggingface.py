@@ -1,6 +1,6 @@
 """Hugging Face folders in and out beside copies of as many bytes; generation beside transformers'.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.huggingface
+    OMP_NUM_THREADS=1 python -m benchmarks.huggingface [--parts small,large,memory,decoding]
 
 import_vs_copy, export_vs_copy: time over reading and writing as many bytes (fsynced), a model of 1.7 GB; goal <= 1.5.
 import_vs_copy_small, export_vs_copy_small: of 0.16 GB, where what does not grow with the bytes shows (0.2 s).
@@ -28,6 +28,9 @@ from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.importing import import_huggingface
 from core.parallel_state import ParallelState
 from core.training.generate import generate_batch
+
+
+PARTS = ("small", "large", "memory", "decoding")
 
 
 def config(quick):
@@ -173,18 +176,28 @@ def decoding(result, quick, pairs):
 
 
 def main():
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--parts", default=",".join(PARTS), help="what to measure (default: %(default)s)"
+    )
+    options = parser.parse_args()
+    parts = options.parts.split(",")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     result, pairs = {}, 2 if options.quick else 7
     with tempfile.TemporaryDirectory() as path:
         small, large = Path(path, "small"), Path(path, "large")
-        transformers.LlamaForCausalLM(config(options.quick)).save_pretrained(small / "hf")
-        folders(result, small / "hf", "_small", pairs)
-        large_folder(large / "hf", options.quick)
-        folders(result, large / "hf", "", pairs)
-        memory(result, large / "hf")
-    decoding(result, options.quick, pairs)
+        if "small" in parts:
+            transformers.LlamaForCausalLM(config(options.quick)).save_pretrained(small / "hf")
+            folders(result, small / "hf", "_small", pairs)
+        if {"large", "memory"} & set(parts):
+            large_folder(large / "hf", options.quick)
+        if "large" in parts:
+            folders(result, large / "hf", "", pairs)
+        if "memory" in parts:
+            memory(result, large / "hf")
+    if "decoding" in parts:
+        decoding(result, options.quick, pairs)
     report(result, options.json)
 
 
