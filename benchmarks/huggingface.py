@@ -29,7 +29,6 @@ from core.models.huggingface.importing import import_huggingface
 from core.parallel_state import ParallelState
 from core.training.generate import generate_batch
 
-
 PARTS = ("small", "large", "memory", "decoding")
 
 
