@@ -1,6 +1,6 @@
 """Hugging Face folders in and out beside copies of as many bytes; generation beside transformers'.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.huggingface [--parts small,large,memory,decoding]
+    OMP_NUM_THREADS=1 python -m benchmarks.huggingface [--parts large decoding]
 
 import_vs_copy, export_vs_copy: time over reading and writing as many bytes (fsynced), a model of 1.7 GB; goal <= 1.5.
 import_vs_copy_small, export_vs_copy_small: of 0.16 GB, where what does not grow with the bytes shows (0.2 s).
@@ -176,11 +176,9 @@ def decoding(result, quick, pairs):
 
 def main():
     parser = arguments(__doc__)
-    parser.add_argument(
-        "--parts", default=",".join(PARTS), help="what to measure (default: %(default)s)"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     options = parser.parse_args()
-    parts = options.parts.split(",")
+    parts = options.parts
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     result, pairs = {}, 2 if options.quick else 7
