@@ -47,7 +47,10 @@ def blocks(size: int, rank: int, count: int) -> tuple[AttentionBlock, ...]:
     result = [AttentionBlock(rank, whole, whole, True)]
     for distance in range(1, size):
         source = (rank - distance) % size
-        queries, keys = (whole, range(half)) if source < rank else (range(half, count), whole)
+        if source < rank:
+            queries, keys = (whole, range(half))
+        else:
+            queries, keys = (range(half, count), whole)
         result.append(AttentionBlock(source, queries, keys, False))
     return tuple(result)
 

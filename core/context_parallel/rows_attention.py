@@ -80,7 +80,10 @@ class Attended:
         self._rows = rows
         self._q = q
         # of what blocks are merged into
-        self._dtype = wide(q.dtype) if rows.others else q.dtype
+        if rows.others:
+            self._dtype = wide(q.dtype)
+        else:
+            self._dtype = q.dtype
         self._out: Tensor
         self._logsumexp: Tensor
 
@@ -122,7 +125,10 @@ class Gradients:
         self._q = q
         self._out = out
         self._logsumexp = logsumexp
-        self._dtype = wide(q.dtype) if rows.others else q.dtype
+        if rows.others:
+            self._dtype = wide(q.dtype)
+        else:
+            self._dtype = q.dtype
         self._dq: Tensor | None = None
 
     def add(self, block: AttentionBlock, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,10 @@ def unmatched(config: OptimizerConfig, names: Iterable[str]) -> list[str]:
     messages = []
     for field, pattern in patterns_of(config):
         if not any(fnmatchcase(name, pattern) for name in known):
-            example = f", the first is {known[0]}" if known else ""
+            if known:
+                example = f", the first is {known[0]}"
+            else:
+                example = ""
             messages.append(
                 f"{field}={pattern!r} is the name of 0 of the model's {len(known)} parameters{example}"
             )

@@ -186,7 +186,10 @@ class Groups:
         for group, saved in zip(self.all, state, strict=True):
             for key, value in saved.items():
                 if key not in ("params", "name"):
-                    group[key] = tuple(value) if isinstance(value, list) else value
+                    if isinstance(value, list):
+                        group[key] = tuple(value)
+                    else:
+                        group[key] = value
         # rates that are not the schedule's at this step were set from outside when they were saved
         if self._follows_schedule:
             rate = self._schedule.at(step)

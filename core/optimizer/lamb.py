@@ -41,9 +41,9 @@ class ShardedLamb(ShardedOptimizer):
             )
         super().__init__(shard, config, decays=decays, groups=groups)
         self._parts = [
-            (state_buffer, part)
+            (state_buffer, parameter_shard)
             for state_buffer in self._state_buffers
-            for part in state_buffer.parameter_shards
+            for parameter_shard in state_buffer.parameter_shards
         ]
         self._place = {name: place for place, name in enumerate(shard.named_parameters())}
         self._sums = self._who_sums()
@@ -76,26 +76,30 @@ class ShardedLamb(ShardedOptimizer):
     def update_rest(self, factor: Factor) -> None:
         """Both moments, then norms, then weights: nothing waits for an accelerator. All-reduces, see the class."""
         active = 1.0 - factor.found_inf.double()
-        for state_buffer, part in self._parts:
-            if part.name not in self._reached.left_out:
-                self._update_moments(state_buffer, part, factor, active)
+        for state_buffer, parameter_shard in self._parts:
+            if parameter_shard.name not in self._reached.left_out:
+                self._update_moments(state_buffer, parameter_shard, factor, active)
         ratios = self._ratios(factor)
-        for state_buffer, part in self._parts:
-            if part.name in self._reached.left_out:
+        for state_buffer, parameter_shard in self._parts:
+            if parameter_shard.name in self._reached.left_out:
                 continue
-            options = self.param_groups[self._groups.number_of[part.name]]
+            options = self.param_groups[self._groups.number_of[parameter_shard.name]]
             rate = options["lr"] * active
-            if self._is_adapted(part):
-                rate = rate * ratios[self._place[part.name]]
-            self._weights(state_buffer, part).sub_(
-                self._adam_step(state_buffer, part, factor).mul_(rate)
+            if self._is_adapted(parameter_shard):
+                rate = rate * ratios[self._place[parameter_shard.name]]
+            self._weights(state_buffer, parameter_shard).sub_(
+                self._adam_step(state_buffer, parameter_shard, factor).mul_(rate)
             )
 
     def _update_moments(
-        self, state_buffer: StateBuffer, part: ParameterShard, factor: Factor, active: Tensor
+        self,
+        state_buffer: StateBuffer,
+        parameter_shard: ParameterShard,
+        factor: Factor,
+        active: Tensor,
     ) -> None:
-        own = slice(*part.span)
-        beta1, beta2 = self.param_groups[self._groups.number_of[part.name]]["betas"]
+        own = slice(*parameter_shard.span)
+        beta1, beta2 = self.param_groups[self._groups.number_of[parameter_shard.name]]["betas"]
         first, second = (state_buffer.states[kind][own] for kind in ("exp_avg", "exp_avg_sq"))
         # 0 for what is not finite: nothing is added then, but 0 times NaN would be NaN
         gradient = state_buffer.gradients[own].to(first.dtype) / factor.divisor
@@ -103,41 +107,49 @@ class ShardedLamb(ShardedOptimizer):
         first.lerp_(gradient, ((1 - beta1) * active).to(first.dtype))
         second.lerp_(gradient.square_(), ((1 - beta2) * active).to(first.dtype))
 
-    def _adam_step(self, state_buffer: StateBuffer, part: ParameterShard, factor: Factor) -> Tensor:
+    def _adam_step(
+        self, state_buffer: StateBuffer, parameter_shard: ParameterShard, factor: Factor
+    ) -> Tensor:
         """r of this rank's part: Adam's corrected moments, and the decay."""
-        own = slice(*part.span)
-        options = self.param_groups[self._groups.number_of[part.name]]
+        own = slice(*parameter_shard.span)
+        options = self.param_groups[self._groups.number_of[parameter_shard.name]]
         beta1, beta2 = options["betas"]
-        step = (factor.step.double() - self._reached.behind.get(part.name, 0)).clamp(min=1)
+        step = (factor.step.double() - self._reached.behind.get(parameter_shard.name, 0)).clamp(
+            min=1
+        )
         second = state_buffer.states["exp_avg_sq"][own] / (1 - beta2**step)
         first = state_buffer.states["exp_avg"][own] / (1 - beta1**step)
         update = first.div_(second.sqrt_().add_(options["eps"]))
-        if not self._is_adapted(part):
+        if not self._is_adapted(parameter_shard):
             return update
-        return update.add_(self._weights(state_buffer, part), alpha=options["weight_decay"])
+        return update.add_(
+            self._weights(state_buffer, parameter_shard), alpha=options["weight_decay"]
+        )
 
-    def _is_adapted(self, part: ParameterShard) -> bool:
+    def _is_adapted(self, parameter_shard: ParameterShard) -> bool:
         """Whether it is one of those that decay, whatever their decay is: then it has a ratio."""
-        number = self._groups.number_of[part.name]
-        return number in self._groups.decay_everything or self._decays(part.name, part.layout)
+        number = self._groups.number_of[parameter_shard.name]
+        return number in self._groups.decay_everything or self._decays(
+            parameter_shard.name, parameter_shard.layout
+        )
 
-    def _weights(self, state_buffer: StateBuffer, part: ParameterShard) -> Tensor:
+    def _weights(self, state_buffer: StateBuffer, parameter_shard: ParameterShard) -> Tensor:
         main = state_buffer.updated
         assert main is not None
-        return main[slice(*part.span)]
+        return main[slice(*parameter_shard.span)]
 
     def _ratios(self, factor: Factor) -> Tensor:
         """[parameters] float64: norms of whole parameters over those of their steps; 1 where one of both is 0."""
         squares = torch.zeros(len(self._place), 2, dtype=torch.float64, device=self.ps.device)
-        for state_buffer, part in self._parts:
+        for state_buffer, parameter_shard in self._parts:
             weights, step = (
-                self._weights(state_buffer, part),
-                self._adam_step(state_buffer, part, factor),
+                self._weights(state_buffer, parameter_shard),
+                self._adam_step(state_buffer, parameter_shard, factor),
             )
             pair = torch.stack(
                 [torch.linalg.vector_norm(t, dtype=torch.float64) for t in (weights, step)]
             )
-            squares[self._place[part.name]] += pair.square()
+            squares[self._place[parameter_shard.name]] += pair.square()
         for group, places in self._sums:
             squares[places] = all_reduce(squares[places], group)
         weights, steps = squares.sqrt().unbind(1)

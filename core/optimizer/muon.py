@@ -159,7 +159,10 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     c = 2.0315
     # so that X X^T is the smaller one of the two products
     tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if tall else matrix
+    if tall:
+        x = matrix.T
+    else:
+        x = matrix
     # by the Frobenius norm, which bounds the largest singular value: the iterations need it at 1 or below
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):

@@ -28,7 +28,10 @@ def multiplications_per_token(
 
 def _feed_forward(config: TransformerConfig, layer: int) -> int:
     h = config.hidden_size
-    products = 3 if config.gated_linear_unit else 2
+    if config.gated_linear_unit:
+        products = 3
+    else:
+        products = 2
     if not config.has_experts(layer):
         return h * config.ffn * products
     assert config.num_moe_experts is not None

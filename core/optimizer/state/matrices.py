@@ -97,7 +97,10 @@ def matrices_of(
             if slot.name not in names:
                 continue
             layout = layout_of(parameter)
-            stacked = 0 if slot.name in as_one else len(layout.shape) - 2
+            if slot.name in as_one:
+                stacked = 0
+            else:
+                stacked = len(layout.shape) - 2
             axis = _cutting_axis(slot.name, layout, stacked, ps)
             cut = None
             cut_over = None

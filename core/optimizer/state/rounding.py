@@ -111,7 +111,10 @@ class Rounding:
         start = [s.start for s in layout.box(self._coordinate, self._sizes)]
         # only rows are cut: indices are consecutive
         if not shape or shape[1:] == layout.shape[1:]:
-            offset = start[0] * prod(shape[1:]) if shape else 0
+            if shape:
+                offset = start[0] * prod(shape[1:])
+            else:
+                offset = 0
             return stochastic_bfloat16(
                 x, random_bits_from(key, first + offset, x.numel(), x.device)
             )

@@ -45,7 +45,10 @@ def _views_by_name(
     """name -> kind -> what this rank has of it; own_mains: "main" also of weights that are their own main weights."""
     views: dict[str, dict[str, Views]] = {}
     for state_buffer in state_buffers:
-        main = state_buffer.updated if own_mains else state_buffer.main
+        if own_mains:
+            main = state_buffer.updated
+        else:
+            main = state_buffer.main
         for shard in state_buffer.parameter_shards:
             tensors: dict[str, Tensor] = {} if main is None else {"main": main}
             for kind in state_buffer.kinds[shard.name]:

@@ -143,7 +143,10 @@ def make_state_buffers(
         size = buffer.weights.numel()
         runs = _runs_of(buffer, key_of)
         kinds = {s.name: kinds_of(s.name, layout_of(s.parameter)) for s in buffer.segments}
-        offloaded = offload.cut(size) if offload is not None else 0
+        if offload is not None:
+            offloaded = offload.cut(size)
+        else:
+            offloaded = 0
         # the first elements are offloaded, the others stay beside the weights
         for start, stop, resident in ((0, offloaded, False), (offloaded, size, True)):
             if start < stop:
@@ -169,7 +172,10 @@ def allocate_states(
     """
     kinds_needed: dict[int, list[str]] = {}
     for state_buffer in state_buffers:
-        main = ["main"] if main_params and not state_buffer.wide else []
+        if main_params and not state_buffer.wide:
+            main = ["main"]
+        else:
+            main = []
         kinds_needed[id(state_buffer)] = main + state_buffer.state_kinds()
 
     # Step 1: one allocation per kind for everything that is offloaded.

@@ -62,7 +62,10 @@ class Streamer:
         work = []
         for state_buffer in state_buffers:
             work += [(state_buffer, span) for span in self._spans(state_buffer)]
-        fetched = [self._fetch(*work[0], 0, dtype)] if work else []
+        if work:
+            fetched = [self._fetch(*work[0], 0, dtype)]
+        else:
+            fetched = []
         for number, (state_buffer, _) in enumerate(work, 1):
             chunk = fetched.pop()
             # prefetch the next chunk while this one is updated
@@ -94,7 +97,10 @@ class Streamer:
 
     def _spans(self, state_buffer: StateBuffer) -> list[Span]:
         total = state_buffer.stop - state_buffer.start
-        size = FAR_CHUNK if self._behind_bus(state_buffer) else CHUNK
+        if self._behind_bus(state_buffer):
+            size = FAR_CHUNK
+        else:
+            size = CHUNK
         return [(first, min(first + size, total)) for first in range(0, total, size)]
 
     def _update_chunk(self, chunk: _StreamedChunk, factor: Factor) -> None:
@@ -161,7 +167,10 @@ class Streamer:
         key = (use, slot, dtype, on_host)
         scratch = self._scratch.get(key)
         if scratch is None or scratch.numel() < size:
-            device = torch.device("cpu") if on_host else self._device
+            if on_host:
+                device = torch.device("cpu")
+            else:
+                device = self._device
             # copies from pageable memory would not be asynchronous
             pinned = on_host and self._device.type != "cpu"
             scratch = torch.empty(size, dtype=dtype, device=device, pin_memory=pinned)

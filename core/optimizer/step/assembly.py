@@ -83,7 +83,10 @@ def change_whole(
     ranks, and inside, over the tensor ranks.
     """
     data_ranks = plan.data_ranks
-    count = 1 if data_ranks is None else data_ranks.size
+    if data_ranks is None:
+        count = 1
+    else:
+        count = data_ranks.size
     piece_sizes = []
     for matrix in plan.matrices:
         spans = [matrix.piece(rank) for rank in range(count)]
@@ -96,7 +99,10 @@ def change_whole(
     owned_matrices = [plan.matrices[number] for number in over_data.owned]
     owners = [plan.part_owners[number] for number in over_data.owned]
     cut_over = plan.cut_over
-    count = 1 if cut_over is None else cut_over.size
+    if cut_over is None:
+        count = 1
+    else:
+        count = cut_over.size
     over_parts = MatrixExchange(owners, [[part.numel()] * count for part in parts], cut_over)
     changed = []
     if owned_matrices:

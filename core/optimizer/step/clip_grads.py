@@ -76,7 +76,10 @@ def get_grad_norm(
     local_parameters = _as_list(parameters)
     if slots := _slots_of(local_parameters):
         return _norm_in_buckets(slots, norm_type)
-    ps = parallel if parallel is not None else current_state()
+    if parallel is not None:
+        ps = parallel
+    else:
+        ps = current_state()
     gradients = []
     for parameter in local_parameters:
         layout = layout_of(parameter)

@@ -59,7 +59,10 @@ class Reached:
         Waits for an accelerator only if this rank has parameters without a gradient.
         """
         left_out_before = self.left_out
-        behind_before = dict(self.behind) if self.behind else {}
+        if self.behind:
+            behind_before = dict(self.behind)
+        else:
+            behind_before = {}
         if missing:
             self.left_out = frozenset(self._missing_everywhere(rows, missing))
         else:
@@ -85,7 +88,10 @@ class Reached:
             if name in self._tied:
                 continue
             group = self._ps.group(self._group_of[name])
-            ranks = group.ranks if group is not None else (self._ps.rank,)
+            if group is not None:
+                ranks = group.ranks
+            else:
+                ranks = (self._ps.rank,)
             if len(words_of_rank) == 1:
                 holders = words_of_rank
             else:

@@ -46,7 +46,10 @@ class Spikes:
         size = self._norms.numel()
         if not count:
             return {}
-        oldest = count % size if count > size else 0
+        if count > size:
+            oldest = count % size
+        else:
+            oldest = 0
         known = self._norms.roll(-oldest)[: min(count, size)]
         return {"norms": known.tolist()}
 

@@ -74,7 +74,10 @@ class GradientWatch:
     def reason_of_skip(self) -> str:
         """Why the last skipped step was skipped, for people; collective as `non_finite`."""
         if names := self.non_finite():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            if len(names) > 3:
+                more = f" and {len(names) - 3} more"
+            else:
+                more = ""
             return f"the gradient is not finite in {', '.join(names[:3])}{more}"
         return "every gradient is finite, but not their norm over num_tokens (0 tokens, or an overflow of the sum)"
 

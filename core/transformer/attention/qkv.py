@@ -108,7 +108,10 @@ def split_qkv(
     # the compiler fuses by itself, and knows no views as `out`
     if torch.compiler.is_compiling():
         return split_qkv_plainly(y, groups, head_size, tables)
-    cos, sin = tables if tables is not None else (None, None)
+    if tables is not None:
+        cos, sin = tables
+    else:
+        cos, sin = (None, None)
     if not torch.is_grad_enabled():  # nothing to save
         q, k, v = _split(y, groups, head_size, cos, sin)
         # one token's goes into a cache, which copies it

@@ -61,7 +61,10 @@ class CoreAttention(nn.Module):
         Over context ranks n = t = s/cp. attention_mask: None is causal, else documents, or bool [b, 1, n, t], True =
         masked out (on one context rank).
         """
-        p = self.dropout.p if self.training else 0.0
+        if self.training:
+            p = self.dropout.p
+        else:
+            p = 0.0
         documents = None
         if isinstance(attention_mask, Documents):
             documents = attention_mask
@@ -153,7 +156,10 @@ class CoreAttention(nn.Module):
         for start in range(0, queries, STRIP):
             stop = min(start + STRIP, queries)
             first = max(0, earlier + start - self.window + 1)
-            last = earlier + stop if attention_mask is None else k.shape[2]
+            if attention_mask is None:
+                last = earlier + stop
+            else:
+                last = k.shape[2]
             query = torch.arange(earlier + start, earlier + stop, device=q.device)[:, None]
             distance = query - torch.arange(first, last, device=q.device)
             visible = distance < self.window

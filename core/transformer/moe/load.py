@@ -84,7 +84,10 @@ class Load:
         """A microbatch: the sums of its auxiliary losses over this rank's positions; nothing waits for the device."""
         sums = self._counts.losses
         for name, loss in losses.items():
-            sums[name] = sums[name] + loss.detach() if name in sums else loss.detach()
+            if name in sums:
+                sums[name] = sums[name] + loss.detach()
+            else:
+                sums[name] = loss.detach()
 
     def take(self) -> Counts:
         """What was counted; counting begins again."""

@@ -89,7 +89,7 @@ def _step_folder(folder: str) -> str:
 
 def _by_rank(step: str, names: list[str], pattern: re.Pattern[str]) -> list[str]:
     """The files of all data ranks in their order."""
-    found: dict[int, str] = {}
+    file_of_rank: dict[int, str] = {}
     for name in names:
         match = pattern.fullmatch(name)
         if match is None:
@@ -100,14 +100,14 @@ def _by_rank(step: str, names: list[str], pattern: re.Pattern[str]) -> list[str]
                 f"the files; {_REMEDY}"
             )
         rank = int(match[1] or 0)
-        if rank in found:
-            raise ValueError(f"{step} has {found[rank]} and {name} of rank {rank}; keep one")
-        found[rank] = name
-    if sorted(found) != list(range(len(found))):
+        if rank in file_of_rank:
+            raise ValueError(f"{step} has {file_of_rank[rank]} and {name} of rank {rank}; keep one")
+        file_of_rank[rank] = name
+    if sorted(file_of_rank) != list(range(len(file_of_rank))):
         raise ValueError(
-            f"{step} has the files of ranks {sorted(found)[:5]}, {len(found)} in all; copy all of them"
+            f"{step} has the files of ranks {sorted(file_of_rank)[:5]}, {len(file_of_rank)} in all; copy all of them"
         )
-    return [found[rank] for rank in sorted(found)]
+    return [file_of_rank[rank] for rank in sorted(file_of_rank)]
 
 
 def _read(step: str, name: str) -> Mapping[str, Any]:
