@@ -15,7 +15,10 @@ from core.pretrain import main
 
 main(sys.argv[1:])
 names = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
-print("left:", [name for name in names if "gloo" in name], [t.name for t in threading.enumerate()], flush=True)
+# one string: what print writes in pieces, two ranks mix
+threads = [t.name for t in threading.enumerate()]
+sys.stdout.write(f"left: {[name for name in names if 'gloo' in name]} {threads}\\n")
+sys.stdout.flush()
 """
 
 
@@ -24,7 +27,8 @@ import atexit, glob, sys
 
 def tell():
     names = [open(path).read().strip() for path in glob.glob("/proc/self/task/*/comm")]
-    print("left:", [name for name in names if "gloo" in name], flush=True)
+    sys.stdout.write(f"left: {[name for name in names if 'gloo' in name]}\\n")  # one string, which ranks do not mix
+    sys.stdout.flush()
 
 atexit.register(tell)  # runs last
 from core.training import initialize
