@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from core.context_parallel import row_factors
 from core.context_parallel.row_totals import SCALED, TOTAL, Total, summed_rows, told_of_totals
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_axes import Axes
@@ -59,7 +60,7 @@ class RowSums:
         return RowSums(self.group, self.replicas)
 
     def follow(self, output: Tensor) -> None:
-        """Of a forward whose rows, dim 1, are this rank's. In its backward: one all-gather of two numbers over cp."""
+        """Of a forward whose rows, dim 1, are this rank's. In its backward: one all-gather of some numbers."""
         if self.group is None:
             return
         self._forwards += 1
@@ -75,11 +76,11 @@ class RowSums:
         if sums is not None:
             sums.mark(gathered, _axes_of_rows(gathered))
 
-    def tell(self, what: str) -> None:
+    def tell(self, what: str, remedy: str = _REMEDY) -> None:
         """Warn of `what` with the remedy, once for this model."""
         if not self.told:
             self.told = True
-            warnings.warn(f"context parallelism: {what}. {_REMEDY}", stacklevel=6)
+            warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
 
 
 def _axes_of_rows(x: Tensor) -> Axes:
@@ -100,6 +101,7 @@ class _Sums(Follower):
         # [b, s/cp]: else the rows' losses are the program's
         self._is_loss = output.dim() == 2
         self._totals: list[Total] = []
+        self._factors = row_factors.RowFactors(output.device)
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
         if isinstance(tensor, Tensor) and (tensor.is_floating_point() or partial):
@@ -124,6 +126,8 @@ class _Sums(Follower):
             self._follow_statistic(name, inputs, args, kwargs, result)
             return
         try:
+            if any(x.requires_grad for x in inputs):
+                self._factors.note(name, inputs, args, kwargs)
             outcome: Finding | Followed | str | float | None = _selected(name, args, result)
             outcome = (
                 outcome
@@ -247,7 +251,10 @@ class _Sums(Follower):
         group = self._owner.group
         assert group is not None
         self._numbers[2] = self._weight_of_totals(gradient)
-        gathered = all_gather(self._numbers[None], group).cpu()
+        numbers = torch.cat((self._numbers, self._factors.numbers))
+        gathered = all_gather(numbers[None], group).cpu()
+        if what := row_factors.told_of_factors(gathered[:, 3:]):
+            self._owner.tell(what, row_factors.REMEDY)
         if what := told_of_totals(gathered[:, 2], group.size):
             self._owner.tell(what)
         gathered = gathered[:, :2]

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from core.data_parallel.buffers.buffers import Buffer
+from core.data_parallel.frozen import FrozenWeights
 from core.parallel_state.collectives import Group, all_gather
-from core.parallel_state.collectives.checks import checksum
+from core.parallel_state.collectives.checks import MODULUS, checksum
 from core.parallel_state.environment import HostCopy, reading_waits
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
@@ -24,7 +25,6 @@ from core.parallel_state.state import ParallelState
 READ_EVERY = 64
 # flags per float64, which holds integers of up to 53 bits exactly
 BITS = 48
-_MODULUS = 1 << 31
 # whose numbers must be the same: of options, changes of p.grad, dense weights, experts' weights, what is asked for
 _HOLDERS = ("tp-dp-cp", "dp-cp", "dp-cp", "edp", None)
 _WEIGHTS = slice(2, 4)
@@ -43,9 +43,16 @@ class Agreement:
     that reads notice each other, where other collectives would take each other's messages.
     """
 
-    def __init__(self, ps: ParallelState, buffers: Sequence[Buffer], num_parameters: int) -> None:
+    def __init__(
+        self,
+        ps: ParallelState,
+        buffers: Sequence[Buffer],
+        num_parameters: int,
+        frozen: Sequence[Tensor] = (),
+    ) -> None:
         self._ps = ps
         self._buffers = buffers
+        self._frozen = FrozenWeights(frozen)
         self.num_words = -(-num_parameters // BITS)
         world_size = ps.grid.config.world_size
         first_of = torch.zeros(len(_HOLDERS), world_size, dtype=torch.int64)
@@ -73,11 +80,14 @@ class Agreement:
         for buffer in self._buffers:
             if (look or buffer.written) and buffer.whole_for_program:
                 kind = 0 if buffer.bucket.group == "dp-cp" else 1
-                totals[kind] = totals[kind] + (checksum(buffer.values) % _MODULUS + 1).double()
+                totals[kind] = totals[kind] + (checksum(buffer.values) + 1).double()
+        if look or self._frozen.written:
+            for kind, number in self._frozen.checksums():
+                totals[kind] = totals[kind] + number
         if not any(isinstance(total, Tensor) for total in totals):
             return self._no_numbers[:2]
         return torch.stack(
-            [torch.as_tensor(total, device=self._ps.device).double() % _MODULUS for total in totals]
+            [torch.as_tensor(total, device=self._ps.device).double() % MODULUS for total in totals]
         )
 
     def message(
@@ -90,7 +100,8 @@ class Agreement:
         numbers = self._no_numbers
         if self._ps.world is not None:
             look = not step & (step - 1)
-            if look or any([buffer.written for buffer in self._buffers]):
+            written = self._frozen.look_for_writes()
+            if look or written or any([buffer.written for buffer in self._buffers]):
                 numbers = torch.cat((self.weights(look=look), self._no_numbers[:1]))
         return torch.cat(
             (missing_bits, missing_bits.new_full((1,), options), changes.reshape(1), numbers)

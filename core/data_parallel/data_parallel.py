@@ -125,7 +125,7 @@ class DataParallel(GradSync):
         self._steps = 0
         self._check_every = check_replicas_every
         self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
-        self.agreement = Agreement(ps, self.buffers, len(slots))
+        self.agreement = Agreement(ps, self.buffers, len(slots), self._frozen())
         self._watch = UpdateWatch(
             self.agreement, self.buffers, self._stages, slots, self._adopt_weights
         )
@@ -152,6 +152,9 @@ class DataParallel(GradSync):
             meet=self._meet,
             zero_all=self.zero_grad,
         )
+
+    def _frozen(self) -> list[Parameter]:
+        return [p for _, p in named_parameters(self.module) if p not in self._names]
 
     def _take_over(self) -> None:
         check_parts(self.module, self.ps)

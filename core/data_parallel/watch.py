@@ -118,9 +118,7 @@ class UpdateWatch:
             elif gradient is None:
                 missing.append(slot)
             elif not reading_waits(gradient.device):
-                changes = (
-                    changes + (position + 1) * (float(checksum(gradient) % (1 << 31)) + 1)
-                ) % (1 << 50)
+                changes = (changes + (position + 1) * (float(checksum(gradient)) + 1)) % (1 << 50)
         self._optimizer_steps += 1
         look = not self._optimizer_steps & (self._optimizer_steps - 1)
         if look:

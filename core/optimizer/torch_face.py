@@ -1,37 +1,17 @@
 """What torch.optim.Optimizer promises, and schedulers, scalers and loops rely on."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from core.optimizer.state.shown import ReadOnlyStates, ShardSums, StateByParameter, shown
+
 if TYPE_CHECKING:
     from core.optimizer.groups import Groups
-
-
-class _ReadOnlyStates(dict):
-    """A view of states that lie in buckets: their tensors may be written to, the mapping may not."""
-
-    def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ValueError(
-            f"optimizer.state shows {len(self)} entries that lie in buckets: none can be put in or taken out; zero "
-            "their tensors, load a state_dict() of before the first step, or make the optimizer anew"
-        )
-
-    clear = pop = popitem = setdefault = update = __setitem__ = __delitem__ = __ior__ = (
-        _refuse_change
-    )
-
-
-class _StateByParameter(_ReadOnlyStates):
-    """`optimizer.state`: of all parameters that this rank has a shard of."""
-
-    def __missing__(self, parameter: Tensor) -> NoReturn:
-        raise KeyError(
-            f"a parameter of shape {tuple(parameter.shape)} has no state here: under ZeRO each rank holds the states "
-            f"of its own part, this one those of {len(self)} parameters (optimizer.state lists them)"
-        )
+    from core.optimizer.state.sharded_states import OptimizerShard
 
 
 class TorchFace(torch.optim.Optimizer):
@@ -45,6 +25,7 @@ class TorchFace(torch.optim.Optimizer):
 
     def _face(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         # not Optimizer.__init__: it imports torch._dynamo, for seconds
+        self._sums_of_state = ShardSums()
         self.__setstate__(
             {
                 "defaults": defaults,
@@ -67,12 +48,16 @@ class TorchFace(torch.optim.Optimizer):
         named = self.shard.named_parameters()  # type: ignore[attr-defined]
         state: dict[Tensor, dict[str, Tensor]] = {}
         for name, kinds in self.states().items():
-            tensors = {kind: shard.tensor for kind, shard in kinds.items() if kind != "main"}
+            tensors = {
+                kind: self._shown(name, kind, shard)
+                for kind, shard in kinds.items()
+                if kind != "main"
+            }
             # torch's Adam has a "step" in each state, and programs read it
             if "exp_avg" in tensors:
                 tensors["step"] = self._updates_of(name)
-            state[named[name]] = _ReadOnlyStates(tensors)
-        return _StateByParameter(state)
+            state[named[name]] = ReadOnlyStates(tensors)
+        return StateByParameter(state)
 
     @state.setter
     def state(self, value: Any) -> None:
@@ -82,6 +67,14 @@ class TorchFace(torch.optim.Optimizer):
             "can stand for them; load_state_dict() what state_dict() gave, write into their tensors, or begin anew "
             "with a new optimizer"
         )
+
+    def _shown(self, name: str, kind: str, shard: "OptimizerShard") -> Tensor:
+        """The state itself where this rank holds all of it, else an alias that tells where it is summed."""
+        held = shard.tensor.numel()
+        full = prod(shard.layout.shape)
+        if held >= full:
+            return shard.tensor
+        return shown(shard.tensor, self._sums_of_state.telling(kind, name, held, full))
 
     def _updates_of(self, name: str) -> Tensor:
         """A copy of one parameter's "step", as in torch; a write raises an error: all parameters share a count."""

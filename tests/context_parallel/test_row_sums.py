@@ -177,6 +177,11 @@ RIGHT = {
     ),
     "stacked": lambda r: torch.stack([r.losses, 2 * r.losses]).mean(),
     "a detached weight for each": lambda r: ((1 - r.losses.detach().exp()) * r.losses).mean(),
+    "by the rows' numbers": lambda r: (r.losses * r.position_ids / S).mean(),
+    "after the first rows": lambda r: torch.where(r.position_ids > 2, r.losses, 0.0).mean(),
+    "of each sequence by weight": lambda r: (r.losses * torch.tensor([[0.2], [0.8]])).mean(),
+    "of each class": lambda r: (r.logits * torch.arange(V)).mean(),
+    "all of them": lambda r: r.losses[torch.ones(2, S // 2, dtype=torch.bool)].mean(),
     "nothing on one rank": lambda r: r.losses.mean() * (r.position_ids[0, 0] == 0),
 }
 TOTALS = {  # divided by numbers that know nothing of the ranks
@@ -190,6 +195,18 @@ TOTALS = {  # divided by numbers that know nothing of the ranks
     "logits": lambda r: F.cross_entropy(r.logits.flatten(0, 1), r.labels.flatten(), reduction="sum") / 2,
     "batchmean": lambda r: F.kl_div(r.logits.log_softmax(-1), torch.ones(2, S // 2, V) / V, reduction="batchmean"),
     "mse": lambda r: F.mse_loss(r.logits, torch.zeros(2, S // 2, V), reduction="sum") / 2,
+}
+ARANGE = torch.arange(1, S // 2 + 1)
+BY_POSITION = {  # made of each rank's rows alike
+    "arange": lambda r: (r.losses * ARANGE).mean(),
+    "linspace": lambda r: (torch.linspace(0, 1, S // 2) * r.losses).mean(),
+    "decayed": lambda r: (r.losses.view(-1) / (1.0 + torch.arange(S) % 4)).mean(),
+    "of logits": lambda r: (r.logits * ARANGE[:, None]).square().mean(),
+    "the first are left out": lambda r: torch.where(ARANGE > 2, r.losses, 0.0).mean(),
+    "masked_fill": lambda r: r.losses.masked_fill(ARANGE < 2, 0).mean(),
+    "selected": lambda r: r.losses[(ARANGE > 2).expand(2, -1)].mean(),
+    "matmul": lambda r: (r.losses @ ARANGE.to(r.losses)).mean() / S,
+    "ones with zeros": lambda r: (r.losses * torch.ones(2, S // 2).index_fill(1, torch.tensor([0]), 0)).mean(),
 }
 
 
@@ -229,6 +246,10 @@ def totals(mask):
     return all_heard(TOTALS, mask)
 
 
+def by_position(mask):
+    return all_heard(BY_POSITION, mask)
+
+
 @pytest.mark.parametrize("job", [own, weights])
 def test_what_counts_otherwise_than_on_one_process_is_told(ranks, job):
     for found in ranks(job, UNEQUAL, world=2):
@@ -244,6 +265,13 @@ def test_a_sum_that_knows_nothing_of_the_ranks_is_told(ranks, mask):
         for name, messages in found.items():
             assert len(messages) == 1, (name, messages)
             assert "divided by numbers only" in messages[0] and "multiply it by 2" in messages[0], name
+
+
+def test_weights_that_count_from_each_ranks_first_row_are_told(ranks):
+    for found in ranks(by_position, UNEQUAL, world=2):
+        for name, messages in found.items():
+            assert len(messages) == 1, (name, messages)
+            assert "the same on all 2 context ranks" in messages[0] and "position_ids" in messages[0], name
 
 
 @pytest.mark.parametrize("job, mask", [(right, UNEQUAL), (own, EQUAL), (right, EQUAL)])

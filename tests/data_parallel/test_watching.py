@@ -128,3 +128,31 @@ def stuck(zero):
 @pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.full)])
 def test_too_many_in_a_row_end_the_run_on_all(ranks, zero):
     ranks(stuck, zero, world=2)
+
+
+def frozen_written(zero, in_data, alike):
+    """What the third step says after layer 1, which is frozen, was written before it on rank 0, or on all."""
+    ps, model, _, optimizer, run = made(zero, frozen=1)
+    x = torch.randn(4, 32, dtype=torch.float32)
+    for step in range(5):
+        if step == 2 and (alike or ps.rank == 0):
+            weight = model.layers[1].weight
+            (weight.data if in_data else weight.detach()).mul_(2)
+        try:
+            one_step(optimizer, run, x)
+        except ValueError as told:
+            return step, str(told)
+    return None
+
+
+@pytest.mark.parametrize("zero", [0, 1, pytest.param(2, marks=pytest.mark.full), 3])
+@pytest.mark.parametrize("in_data", [False, True])
+def test_frozen_weights_written_on_one_rank_are_refused_on_all(ranks, zero, in_data):
+    for step, told in ranks(frozen_written, zero, in_data, False, world=2):
+        # `.data` leaves no trace: it is looked at in steps 1, 2, 4
+        assert step == (3 if in_data else 2)
+        assert "the weights of rank 1 are not those of rank 0" in told and "written by hand" in told
+
+
+def test_frozen_weights_written_alike_are_right(ranks):
+    assert ranks(frozen_written, 1, False, True, world=2) == [None, None]

@@ -71,14 +71,17 @@ def said_of(look, zero_stage):
     return [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize("world, zero_stage", [(2, 0), (2, 1), (4, 1), (4, 2)])
+@pytest.mark.parametrize("world, zero_stage", [(2, 0), (2, 1), (4, 1), (4, 2), (4, 3)])
 @pytest.mark.parametrize("look", [norms, squares, total_norm, weights_norm])
 def test_numbers_of_one_ranks_stages_are_told_once(ranks, look, world, zero_stage):
     expected = "of several weights is" if look is weights_norm else "gradients were reduced by hand"
+    if look is weights_norm and zero_stage == 3:
+        expected = "A norm or a sum of several weights is"
     for told in ranks(said_of, look, zero_stage, world=world):
         assert len(told) == 1 and expected in told[0] and "of this rank's stages" in told[0], told
 
 
+@pytest.mark.parametrize("zero_stage", [1, 3])
 @pytest.mark.parametrize("look", [nothing, signs, one_norm])
-def test_right_loops_hear_nothing(ranks, look):
-    assert not any(ranks(said_of, look, 1, world=4))
+def test_right_loops_hear_nothing(ranks, look, zero_stage):
+    assert not any(ranks(said_of, look, zero_stage, world=4))

@@ -159,6 +159,13 @@ CASES = [
     Case("preferences (DPO), summed over the ranks first", by(lambda p: preferred(p, p.whole))),
     by_number("the last token's logits", lambda p: F.cross_entropy(p.logits()[:, -1], CLASSES)),
     by_number("losses without the last, `losses[:, :-1]`", lambda p: p.losses()[:, :-1].mean()),
+    Case(
+        "weights by place, `losses * torch.arange(losses.shape[1])`",
+        by(lambda p: ((losses := p.losses()) * torch.arange(losses.shape[1])).mean()),
+        "told",
+        "the same on all 2 context ranks",
+        '`batch["position_ids"]`',
+    ),
     by_number("the largest loss", lambda p: p.losses().max()),
 ]
 

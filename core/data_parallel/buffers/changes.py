@@ -10,10 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from core.parallel_state.collectives.checks import checksum
+from core.parallel_state.collectives.checks import MODULUS, checksum
 
-# of each change, so that its product with a position is exact in float64
-_MODULUS = 1 << 31
 # the weights of changes: exchanged ones differ
 _POSITIONS = 1 << 20
 
@@ -28,14 +26,14 @@ class ChangesByHand:
         """A gradient that was put in, or a number that all of it was changed by; nothing waits for a device."""
         if isinstance(value, Tensor):
             # zeros are a change, too
-            self._changes.append(checksum(value) % _MODULUS + 1)
+            self._changes.append(checksum(value) + 1)
         else:
             # of a number the same in every process
-            self._changes.append(hash(value) % _MODULUS + 1)
+            self._changes.append(hash(value) % MODULUS + 1)
 
     def add_call(self, function: str, places: Sequence[tuple[int, int]]) -> None:
         """A function in place, and on which gradients (bucket, number in it)."""
-        self._changes.append(zlib.crc32(f"{function}{places}".encode()) % _MODULUS + 1)
+        self._changes.append(zlib.crc32(f"{function}{places}".encode()) % MODULUS + 1)
 
     def take(self, device: torch.device) -> Tensor:
         """The number, float64 [], 0 if there was no change; then there are none."""

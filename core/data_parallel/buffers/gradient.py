@@ -90,6 +90,8 @@ class ParameterSlot:
         self.shown = False
         self.step = 0
         self.fetched: Tensor | None = None
+        # hears of operators by hand on the gradient, and their results (`by_hand`)
+        self.listener: Callable[..., None] | None = None
         self.sums: Sums
         self.gradient = BucketGradient(self)
         parameter.take_main_grad = self.take  # type: ignore[attr-defined]
@@ -186,8 +188,6 @@ class BucketGradient(Tensor):
     # Python's collector sees no `p.grad`: strong, it would free no model
     _slot: weakref.ref[ParameterSlot]
     step: int  # the number of the step whose gradient it is
-    # hears of functions by hand and their results (`by_hand`)
-    listener: Callable[..., None] | None = None
 
     def __new__(cls, slot: ParameterSlot) -> "BucketGradient":
         """Of the parameter's shape and dtype, without memory."""
@@ -279,8 +279,8 @@ class BucketGradient(Tensor):
         if func in NORMS and one_norm_per_tensor(func, args, kwargs, cls):
             norms = global_norms(slots, args[1] if len(args) > 1 else 2)
             norms = [norm.to(leaf.dtype) for norm, leaf in zip(norms, ours, strict=True)]
-            if ours[0].listener is not None:
-                ours[0].listener(func, None, norm_of=len(ours))
+            if slots[0].listener is not None:
+                slots[0].listener(func, None, norm_of=len(ours))
             if func is aten._foreach_norm.Scalar:
                 return norms
             return norms[0]
@@ -305,8 +305,8 @@ class BucketGradient(Tensor):
         # a function in place returns its argument: ours again, not the plain tensor
         original_of = {id(plain_of[id(leaf)]): leaf for leaf in ours}
         result = pytree.tree_map(lambda leaf: original_of.get(id(leaf), leaf), result)
-        if ours[0].listener is not None:
-            ours[0].listener(func, result)
+        if slots[0].listener is not None:
+            slots[0].listener(func, result)
         return result
 
 

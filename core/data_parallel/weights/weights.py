@@ -22,6 +22,7 @@ from core.data_parallel.weights.freed import FreedParameter, GatheredParameter, 
 from core.parallel_state.collectives import Group, own_part, start_gather_parts
 from core.parallel_state.collectives.ops import PendingCollective
 from core.parallel_state.flat import Bucket
+from core.parallel_state.state import ParallelState
 
 _version_of = attrgetter("_version")
 Interval = tuple[int, int]
@@ -63,6 +64,7 @@ class Storage:
 class Weights:
     """The weights' half of `Buffer`; the gradients' half is in buffers.py."""
 
+    ps: ParallelState
     number: int
     bucket: Bucket
     parameters: list[Parameter]
@@ -208,11 +210,17 @@ class Weights:
         # warn before the gather: if other ranks do not read, it waits in vain
         if not self.loan_warnings:
             self.loan_warnings.append(self.label)
+            of_stages = ""
+            if (stages := self.ps.size("pp")) > 1:
+                of_stages = (
+                    f". A norm or a sum of several weights is of this rank's stages, 1 of {stages}: sum, or take the "
+                    "largest, over parallel_state.get_pipeline_model_parallel_group()"
+                )
             warnings.warn(
                 f"ZeRO stage 3: {self.label} was read outside of its module's forward: gathered, which every rank "
                 "must do alike, and kept whole until the next step; what was taken out does not follow later steps. "
                 "Around many reads write shard.unshard(model) ... shard.reshard(model); to save, "
-                "sharded_state_dict(shard)",
+                f"sharded_state_dict(shard){of_stages}",
                 stacklevel=4,
             )
         self.gather()

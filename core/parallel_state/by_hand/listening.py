@@ -65,6 +65,8 @@ class ByHand:
         self._numbers = numbers
         self.is_open = False
         self._parameters: list[Parameter] = []
+        # where gradients lie in buckets: what hears of operators on them
+        self._slots: list[Any] = []
         # results and gradients, to be given their own class back
         self._followed: list[weakref.ref[Tensor]] = []
         # a tensor's hooks, which one, what it was
@@ -84,6 +86,8 @@ class ByHand:
     def add(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these as well."""
         for parameter in parameters:
+            if self._gradients:
+                self._listen_in_buckets(parameter)
             if type(parameter) is Parameter:
                 self._parameters.append(parameter)
                 if self._gradients and parameter._backward_hooks:
@@ -96,7 +100,9 @@ class ByHand:
         for hooks, key, hook in self._wrapped:
             if key in hooks:
                 hooks[key] = hook
-        self._wrapped = []
+        for slot in self._slots:
+            slot.listener = None
+        self._wrapped, self._slots = [], []
         self._parameters = []
         self.is_open = False
 
@@ -125,14 +131,20 @@ class ByHand:
 
     def _plain_results(self) -> None:
         for reference in self._followed:
-            if hasattr(tensor := reference(), "listener"):
-                tensor.listener = None  # type: ignore[union-attr]
-            elif type(tensor) is self._result:
+            if type(tensor := reference()) is self._result:
                 if getattr(tensor, "_is_param", False):
                     tensor.__class__ = Parameter
                 else:
                     tensor.__class__ = Tensor
         self._followed = []
+
+    def _listen_in_buckets(self, parameter: Parameter) -> None:
+        """Hear of operators on a gradient that lies in buckets, of a freed parameter (ZeRO stage 3) as well."""
+        slot: Any = getattr(getattr(parameter, "take_main_grad", None), "__self__", None)
+        # of the program's own buckets nothing is known; where it is not None, another listens already
+        if hasattr(slot, "listener") and slot.listener is None:
+            slot.listener = partial(_called_inside, weakref.ref(self), Heard(parameter, True))
+            self._slots.append(slot)
 
     def _listen_in_hooks(self, parameter: Parameter) -> None:
         """`register_hook` gives a program's function the gradient before it is `parameter.grad`."""
@@ -175,10 +187,6 @@ class ByHand:
             if name == "grad":
                 if self._gradients and type(result) is Tensor:
                     self._follow(result, Heard(source.parameter, True))
-                elif self._gradients and hasattr(result, "listener"):
-                    # what lies in buckets
-                    result.listener = partial(self._called_inside, Heard(source.parameter, True))
-                    self._followed.append(weakref.ref(result))
                 return result
             if name == "all_reduce":
                 self._report(replace(source, kind="sum", name=name, group=kwargs.get("group")))
@@ -213,20 +221,12 @@ class ByHand:
             ):
                 self._follow(gradient, Heard(parameter, True))
 
-    def _called_inside(
-        self, source: Heard, func: Any, result: Any, *, norm_of: int | None = None
-    ) -> None:
-        """A gradient that lies in buckets was given to an operator of aten.
-
-        norm_of: the operator took norms, which are of full gradients, of so many parameters.
-        """
-        if not self.is_open or not called_by_program(sys._getframe(2)):
-            return
+    def heard_inside(self, source: Heard, func: Any, result: Any, norm_of: int | None) -> None:
+        """See `_called_inside`."""
         name = func.overloadpacket.__name__.removeprefix("linalg_").strip("_")
         if norm_of is not None:
             self._report(replace(source, kind=WHOLE_NORM, name=name, joined=norm_of > 1))
-            return
-        if name in KIND_OF_FUNCTION:
+        elif name in KIND_OF_FUNCTION:
             self._report(replace(source, kind=KIND_OF_FUNCTION[name], name=name))
         elif type(result) is Tensor and result.shape == source.parameter.shape:
             self._follow(result, source)
@@ -275,6 +275,24 @@ class ByHand:
             result.heard = source  # type: ignore[attr-defined]
             if not for_good:
                 self._followed.append(weakref.ref(result))
+
+
+def _called_inside(
+    reference: "weakref.ref[ByHand]",
+    source: Heard,
+    func: Any,
+    result: Any,
+    *,
+    norm_of: int | None = None,
+) -> None:
+    """A gradient that lies in buckets was given to an operator of aten.
+
+    norm_of: the operator took norms, which are of full gradients, of so many parameters.
+    """
+    listener = reference()
+    if listener is None or not listener.is_open or not called_by_program(sys._getframe(2)):
+        return
+    listener.heard_inside(source, func, result, norm_of)
 
 
 def make_plain(parameters: Iterable[Parameter]) -> None:

@@ -52,26 +52,29 @@ def compare_across_ranks(op: str, x: Tensor, group: Group) -> None:
         )
 
 
+# A prime: of a power of two neither a sign that is turned nor 1024 numbers that are doubled leave a trace. Below
+# 2^31, so that products with a small number are exact in float64.
+MODULUS = (1 << 31) - 1
 _INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of the bits, read as integers of the elements' size: int64, shape []; nothing waits for a device."""
+    """The sum of the bits, read as integers of the elements' size, modulo `MODULUS`: int64, shape [].
+
+    Nothing waits for a device.
+    """
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return (
-        flat.detach()
-        .contiguous()
-        .view(-1)
-        .view(_INTEGER_OF_SIZE[flat.itemsize])
-        .sum(dtype=torch.int64)
-    )
+    integers = flat.detach().contiguous().view(-1).view(_INTEGER_OF_SIZE[flat.itemsize])
+    return integers.sum(dtype=torch.int64) % MODULUS
 
 
 def fingerprint(x: Tensor) -> Tensor:
     """float64 [2]: the norm, and a product with fixed numbers, which changes where rows are exchanged; no copy."""
 
     def fixed(n: int, dtype: torch.dtype) -> Tensor:
-        return torch.arange(n, device=x.device, dtype=torch.float64).mul(12.9898).sin().to(dtype)
+        # from 1: the sine of 0 would hide the only row of a vector
+        numbers = torch.arange(1, n + 1, device=x.device, dtype=torch.float64)
+        return numbers.mul(12.9898).sin().to(dtype)
 
     rows = x.reshape(-1, x.shape[-1] if x.dim() else 1)
     product = (rows @ fixed(rows.shape[1], x.dtype)).double() @ fixed(rows.shape[0], torch.float64)

@@ -1,0 +1,65 @@
+"""`optimizer.state` shows shards: live, and a norm by hand of a part is told once."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from core.data_parallel import DataParallel
+from core.optimizer import OptimizerConfig, ShardedAdamW
+from core.tensor_parallel import ColumnParallelLinear, Placement
+from tests.states import state
+
+
+def norm(states):
+    return torch.stack([s["exp_avg"].norm() for s in states.values()]).norm()
+
+
+def squares(states):
+    return sum(s["exp_avg_sq"].sqrt().pow(2).sum() for s in states.values())
+
+
+def product(states):
+    return sum(torch.dot(s["exp_avg"].view(-1), s["exp_avg"].view(-1)) for s in states.values())
+
+
+def written(states):
+    for s in states.values():
+        s["exp_avg"].mul_(0.5)
+        s["exp_avg"][:1] = 3.0
+    return [str(s["exp_avg"]) + f"{s['step']}" for s in states.values()]
+
+
+def said_of(look, zero_stage, tp):
+    ps = state(tp=tp)
+    torch.manual_seed(0)
+    model = nn.Linear(32, 64, bias=False)
+    if tp > 1:
+        model = ColumnParallelLinear(32, 64, bias=False, place=Placement(ps.group("tp"), False, torch.float64))
+        nn.init.ones_(model.weight)
+    shard = DataParallel(model, ps, zero_stage=zero_stage)
+    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.01, clip_grad=0.0))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in range(2):
+            model(torch.ones(2, 32)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            look(optimizer.state)
+    if look is written and optimizer.state:
+        first = next(iter(optimizer.states().values()))["exp_avg"].tensor
+        assert first.view(-1)[0] == 3.0
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("zero_stage, tp", [(1, 1), (3, 1), (0, 2)])
+@pytest.mark.parametrize("look", [norm, squares, product])
+def test_a_number_of_a_part_is_told_once(ranks, look, zero_stage, tp):
+    for told in ranks(said_of, look, zero_stage, tp, world=2):
+        assert len(told) == 1 and "by hand sees" in told[0] and "other ranks hold the rest" in told[0], told
+        assert "sees 1024 of the 2048 elements of exp_avg" in told[0]
+
+
+@pytest.mark.parametrize("look, zero_stage", [(norm, 0), (squares, 0), (written, 0), (written, 1), (written, 3)])
+def test_whole_states_and_writes_hear_nothing(ranks, look, zero_stage):
+    assert ranks(said_of, look, zero_stage, 1, world=2) == [[], []]
