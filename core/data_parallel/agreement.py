@@ -48,11 +48,11 @@ class Agreement:
         ps: ParallelState,
         buffers: Sequence[Buffer],
         num_parameters: int,
-        frozen: Sequence[Tensor] = (),
+        frozen: FrozenWeights | None = None,
     ) -> None:
         self._ps = ps
         self._buffers = buffers
-        self._frozen = FrozenWeights(frozen)
+        self._frozen = frozen or FrozenWeights()
         self.num_words = -(-num_parameters // BITS)
         world_size = ps.grid.config.world_size
         first_of = torch.zeros(len(_HOLDERS), world_size, dtype=torch.int64)

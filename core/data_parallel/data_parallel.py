@@ -25,6 +25,7 @@ from core.data_parallel.buffers.buffers import partial_views, sum_views
 from core.data_parallel.buffers.gradient import ParameterSlot
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.meta import Init, allocate_from_meta, fill_all
+from core.data_parallel.frozen import FrozenWeights
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.refusals import refuse_owned, refuse_unknown, refuse_unused
 from core.data_parallel.replicas import check_replicas, check_shards
@@ -125,7 +126,7 @@ class DataParallel(GradSync):
         self._steps = 0
         self._check_every = check_replicas_every
         self.copies = BufferCopies(self._stages if broadcast_buffers else (), ps)
-        self.agreement = Agreement(ps, self.buffers, len(slots), self._frozen())
+        self.agreement = Agreement(ps, self.buffers, len(slots), FrozenWeights.of(module, slots))
         self._watch = UpdateWatch(
             self.agreement, self.buffers, self._stages, slots, self._adopt_weights
         )
@@ -152,9 +153,6 @@ class DataParallel(GradSync):
             meet=self._meet,
             zero_all=self.zero_grad,
         )
-
-    def _frozen(self) -> list[Parameter]:
-        return [p for _, p in named_parameters(self.module) if p not in self._names]
 
     def _take_over(self) -> None:
         check_parts(self.module, self.ps)
@@ -325,6 +323,11 @@ class DataParallel(GradSync):
         if self._gradient_sums.take(float(self.default_divisor)):
             self.missing = self._without_gradient()
         return self._gradient_sums.changes.take(self.ps.device)
+
+    @property
+    def clipped_first(self) -> bool:
+        """Whether the program clipped this step's gradients before it changed them in any other way."""
+        return self._gradient_sums.changes.clipped_first
 
     @property
     def replicas(self) -> int:

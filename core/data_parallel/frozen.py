@@ -5,8 +5,10 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from core.data_parallel.buffers.gradient import ParameterSlot
 from core.parallel_state.collectives.checks import MODULUS, checksum
 from core.parallel_state.layout import layout_of
+from core.parallel_state.modules import Modules, named_parameters
 
 
 class FrozenWeights:
@@ -22,6 +24,12 @@ class FrozenWeights:
         ]
         self._versions = self._sum_of_versions()
         self.written = False
+
+    @classmethod
+    def of(cls, module: Modules, slots: Iterable[ParameterSlot]) -> "FrozenWeights":
+        """The parameters of `module` that have no slot."""
+        trained = {id(slot.parameter) for slot in slots}
+        return cls(p for _, p in named_parameters(module) if id(p) not in trained)
 
     def _sum_of_versions(self) -> int:
         return sum([parameter._version for parameter in self._parameters])

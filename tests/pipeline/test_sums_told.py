@@ -23,11 +23,11 @@ def batch(seed=0, rows=8):
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def ours(zero_stage=1, count=loss, ps=ALONE):
+def ours(zero_stage=1, count=loss, ps=ALONE, clip_grad=0.0):
     torch.manual_seed(1)
     model = nn.Linear(4, 4)
     shard = DataParallel(model, ps, zero_stage=zero_stage)
-    optimizer = ShardedSGD(shard, OptimizerConfig(lr=0.01, clip_grad=0))
+    optimizer = ShardedSGD(shard, OptimizerConfig(lr=0.01, clip_grad=clip_grad))
     return model, optimizer, SingleStage(model, ps=ps, num_microbatches=2, grad_sync=shard)
 
 
@@ -167,3 +167,39 @@ def test_every_rank_of_a_pipeline_is_told(ranks, told):
     for messages in ranks(in_a_pipeline, world=2, told=told):
         assert len(messages) == told
         assert all("32 tokens" in message for message in messages)
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_sums_that_are_clipped_before_they_are_divided_are_told_once(zero_stage):
+    model, optimizer, executor = ours(zero_stage)
+    tokens = executor.step(batch(), loss).num_tokens
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    with pytest.warns(UserWarning, match="clipped .* as sums of losses over 32 tokens.*step.num_tokens=1."):
+        optimizer.step(tokens)
+    optimizer.zero_grad()
+    tokens = executor.step(batch(), loss).num_tokens
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step(tokens)
+
+
+def test_a_clipped_sum_that_nobody_divides_is_told():
+    model, optimizer, executor = ours()
+    executor.step(batch(), loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    with pytest.warns(UserWarning, match="sum of losses over 32 tokens"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_means_that_are_clipped_hear_nothing_and_are_those_of_clip_grad(zero_stage):
+    found = []
+    for by_hand in (True, False):
+        model, optimizer, executor = ours(zero_stage, clip_grad=0.0 if by_hand else 0.01)
+        tokens = executor.step(batch(), loss).num_tokens
+        if by_hand:
+            for parameter in model.parameters():
+                parameter.grad.mul_(1 / tokens)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step(num_tokens=1 if by_hand else tokens)
+        found.append(torch.cat([p.flatten() for p in model.state_dict().values()]))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0)

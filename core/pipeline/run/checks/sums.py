@@ -32,7 +32,8 @@ class SumsWatch:
 
     Divided: `step(num_tokens=...)` was given a number, or the program has changed gradients since. One factor for all
     that is above 1 / tokens (gradient clipping) divides no more than it; where `grad_sync` or replicas change
-    gradients as well, every change counts. A count of at most 1 says that the losses are what is meant.
+    gradients as well, every change counts but clipping before any other. A count of at most 1 says that the
+    losses are what is meant.
 
     Looks after steps 1, 2, 4, 8 ...; only what is to be told waits for the device.
     """
@@ -47,6 +48,7 @@ class SumsWatch:
             self._replicas = ps.size("dp-cp")
         else:
             self._replicas = 1
+        self._grad_sync = grad_sync
         self._modules = modules
         self._steps = 0
         self._is_over = False  # told, or nothing to tell
@@ -100,7 +102,10 @@ class SumsWatch:
         takes_tokens = hasattr(optimizer, "shard")
         # args[0] is the optimizer
         given = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)
+        is_clipped = getattr(self._grad_sync, "clipped_first", False)
         if takes_tokens and given is not None and not callable(given):
+            if is_clipped and float(given) > ROUNDING:
+                self._tell_of_clipping(float(result.num_tokens))
             return
         parameters = []
         for group in optimizer.param_groups:
@@ -109,7 +114,11 @@ class SumsWatch:
         if not with_gradient:
             return
         is_changed = any(_state_of(p) != states[id(p)] for p in with_gradient)
-        if is_changed and not self._only_clipped(result, {id(p) for p in parameters}):
+        if (
+            is_changed
+            and not is_clipped
+            and not self._only_clipped(result, {id(p) for p in parameters})
+        ):
             return
         num_tokens = float(result.num_tokens)
         # a loss_scale of 1 / tokens has made it a mean
@@ -126,6 +135,16 @@ class SumsWatch:
             f"executor's step left it: {num_tokens:g} times the gradient of the mean over 1. {remedy[0].upper()}"
             f"{remedy[1:]}; if loss_fn returns what you mean to minimise, {silence}",
             stacklevel=5,
+        )
+
+    def _tell_of_clipping(self, num_tokens: float) -> None:
+        self.close()
+        warnings.warn(
+            f"gradients were clipped (clip_grad_norm_) as sums of losses over {num_tokens:g} tokens, and step() "
+            f"divides them afterwards: the mean's norm is bounded by 1/{num_tokens:g} of what was given. "
+            "OptimizerConfig(clip_grad=...) clips the mean; or divide p.grad by result.num_tokens, clip, and call "
+            "step(num_tokens=1)",
+            stacklevel=6,
         )
 
     def _only_clipped(self, result: StepResult, optimized: set[int]) -> bool:
