@@ -11,7 +11,7 @@ EXTRAS = {
     },
     "data": {
         "pyarrow": "reading .parquet",
-        "datasets": "reading Hugging Face data sets",
+        "datasets": "reading Hugging Face data sets, and from the Hub by name",
         "zstandard": "reading .zst",
     },
     "huggingface": {"safetensors": "folders of Hugging Face's, in and out"},

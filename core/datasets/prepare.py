@@ -1,7 +1,8 @@
 """`python -m core.datasets.prepare --input DIR_OR_FILE... --output PREFIX`: text files to a token file, on all cores.
 
 Reads .txt .md .rst .py (a document per file), .jsonl (a document per line), all of them also as .gz and .zst,
-.parquet, directories that datasets.save_to_disk wrote, and whatever --glob names. JSON lines of {"messages"} or
+.parquet, directories that datasets.save_to_disk wrote, data sets of the Hugging Face Hub by name
+(hf://datasets/ORG/NAME[@REVISION][/FILES]) and whatever --glob names. JSON lines of {"messages"} or
 {"prompt", "response"} become conversations, of which only the answers are learned. What is no UTF-8 text is skipped
 and counted. Files are read in the order of a hash of their relative path, so that any part of the result is a random
 part of the text, the same on every machine.
@@ -30,7 +31,9 @@ from core.datasets.corpus.build import (
 )
 from core.datasets.corpus.conversations import are_conversations, prepare_conversations
 from core.datasets.corpus.documents import Encoder
+from core.datasets.corpus.hub import hub_files, is_hub_name
 from core.datasets.corpus.progress import progress
+from core.datasets.corpus.sources import SUFFIXES
 from core.datasets.corpus.workers import available_cores
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
@@ -49,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files and directories, read recursively",
+        help="files and directories, read recursively; hf://datasets/ORG/NAME/FILES",
     )
     parser.add_argument(
         "--output",
@@ -190,6 +193,10 @@ def report(corpus: CorpusFiles) -> str:
     )
 
 
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 def _size_text(nbytes: int) -> str:
     if nbytes >= 1e5:
         return f"{nbytes / 1e6:.1f} MB"
@@ -201,6 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         checked_prefix(options.output)  # before hours of learning
+        for name in filter(is_hub_name, options.input):
+            hub_files(name, SUFFIXES, _say)
         text = TextFiles(
             inputs=tuple(options.input),
             globs=tuple(options.glob),

@@ -12,7 +12,9 @@ from core.datasets.card import tokenizer_path
 from core.datasets.corpus.build import TextFiles, prepare_files, skipped_text
 from core.datasets.corpus.conversations import are_conversations, prepare_conversations
 from core.datasets.corpus.documents import Encoder
+from core.datasets.corpus.hub import hub_files, is_hub_name
 from core.datasets.corpus.progress import progress
+from core.datasets.corpus.sources import SUFFIXES
 from core.datasets.prefix_lock import LockedError, is_locked, release_lock, take_lock
 from core.datasets.shards.manifest import SUFFIX
 from core.datasets.token_file import TokenFile, file_paths
@@ -28,7 +30,9 @@ _PATIENCE_S = 120.0
 
 
 def is_text(name: str) -> bool:
-    """Whether it is a file or directory of text, and no prefix of a token file."""
+    """Whether it is a file or directory of text, or a data set of the Hub, and no prefix of a token file."""
+    if is_hub_name(name):
+        return True
     is_prefix = any(path.exists() for path in file_paths(name))
     of_tokens = name.endswith((".bin", ".idx", SUFFIX))
     return not is_prefix and not of_tokens and Path(name).exists()
@@ -50,6 +54,8 @@ def prepared_text(
     The same files, tokenizer and settings give the same prefix; a file that has changed (its size or time) another.
     Raises ValueError: nothing to read; nobody writes what this process waits for. ImportError: a missing extra.
     """
+    if is_hub_name(name):
+        hub_files(name, SUFFIXES, say if writes else None)
     text = TextFiles(inputs=(name,))
     chats = are_conversations(text.sources)
     if not chats and len(text.sources) < _FEW_FILES:

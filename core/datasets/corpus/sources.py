@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 
+from core.datasets.corpus.hub import hub_files, is_hub_name
+
 TEXT = (".txt", ".md", ".rst", ".py")
 LINES = (".jsonl", ".ndjson")
 PACKED = (".gz", ".zst")
 READ = (*TEXT, *LINES, ".parquet")
+SUFFIXES = (*READ, *(suffix + packed for suffix in (*TEXT, *LINES) for packed in PACKED))
 # of a directory that `datasets.save_to_disk` wrote, beside state.json
 _DATASET = "dataset_info.json"
 _SPLITS = "dataset_dict.json"
@@ -42,9 +45,10 @@ def find_sources(
     files of a known suffix and those that match one of `globs` (by name, or by relative path) are; hidden files and
     directories are left out, links to directories are followed. Each file is found once, however often inputs and
     links lead to it. The order is that of a hash of the relative path, so that the end of the
-    result is a random part of the text, and the same on every machine.
+    result is a random part of the text, and the same on every machine. Names of the Hub stand for their files.
     Raises `ValueError`: inputs that do not exist, or hold nothing to read.
     """
+    inputs = _local_inputs(inputs)
     # all at once: who typed three wrong names should not correct them one by one
     missing = [str(path) for path in inputs if not Path(path).exists()]
     if len(missing) == 1:
@@ -74,6 +78,17 @@ def find_sources(
     return [
         source for *_, source in sorted(hashed_sources, key=lambda entry: entry[:2])
     ], search.skipped
+
+
+def _local_inputs(inputs: Sequence[str | Path]) -> list[str | Path]:
+    """Files in the place of names of the Hub."""
+    local: list[str | Path] = []
+    for name in inputs:
+        if is_hub_name(name):
+            local += hub_files(str(name), SUFFIXES)
+        else:
+            local.append(name)
+    return local
 
 
 class _SourceSearch:
