@@ -15,6 +15,7 @@ from core.training.config import TrainingConfig
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
 from core.training.log.profile import StepProfiler
 from core.training.log.validation import MAIN, ValidationRecord
+from core.training.preferences.loss import DPOLoss
 from core.training.run.evaluate import StepExecutor, TextLoss, next_token_loss
 from core.transformer.moe.load import ExpertLoad
 
@@ -109,7 +110,13 @@ class _Meter:
         self._spikes = self._spikes + (stats.skipped & ~stats.found_inf)
 
     def record(
-        self, step: int, loss: float, learning_rate: float, stats: StepStats, tokens: Tensor
+        self,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        stats: StepStats,
+        tokens: Tensor,
+        rewards: Mapping[str, float],
     ) -> StepRecord:
         """What is logged of step number `step` (from 0), with the rates since the last record."""
         spikes = int(self._spikes)
@@ -137,6 +144,7 @@ class _Meter:
             tokens_seen=self.tokens_seen(step),
             experts=tuple(self._experts()) if self._experts is not None else (),
             spikes=spikes,
+            rewards=rewards,
         )
 
     def tokens_seen(self, step: int) -> int | None:
@@ -196,10 +204,16 @@ class _Reporter:
         self._say = say
 
     def step(
-        self, step: int, loss: float, learning_rate: float, stats: StepStats, num_tokens: Tensor
+        self,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        stats: StepStats,
+        num_tokens: Tensor,
+        rewards: Mapping[str, float],
     ) -> None:
         """Record a step and tell it. Raises RuntimeError: its loss is not a number."""
-        record = self._meter.record(step, loss, learning_rate, stats, num_tokens)
+        record = self._meter.record(step, loss, learning_rate, stats, num_tokens, rewards)
         # every rank logs the same steps: all take part in the collective of `non_finite`, and raise, or none does
         if record.loss != record.loss:
             raise RuntimeError(
@@ -244,13 +258,14 @@ class _Reporter:
                 step=step + 1,
                 name=name,
                 loss=text.loss,
-                bits_per_byte=text.bits_per_byte,
+                bits_per_byte=None if text.rewards else text.bits_per_byte,
+                rewards=text.rewards,
                 tokens=text.tokens,
                 time=time.time(),
                 tokens_seen=self._meter.tokens_seen(step),
             )
             self._say(self._log.add_validation(record).line(self._config.train_steps))
-        if MAIN in losses:
+        if MAIN in losses and not losses[MAIN].rewards:
             return losses[MAIN].bits_per_byte
         return None
 
@@ -276,6 +291,7 @@ def train(
     tokens_per_step: int = 0,
     profiler: StepProfiler | None = None,
     experts: Callable[[], Sequence[ExpertLoad]] | None = None,
+    dpo: DPOLoss | None = None,
 ) -> FirstStep:
     """Run steps `start` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
 
@@ -283,7 +299,8 @@ def train(
     `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
     `validate()` evaluates each validation text, every `eval_interval` steps and at the end; `checkpoints` saves, and
     may end the run early. For the records: tokens_per_step of all ranks (0: not told), experts() (collective), how
-    evenly the last step used them. profiler: of some steps. Returns what the first step computed. Raises
+    evenly the last step used them. profiler: of some steps. dpo: the loss, of batches of preferences; by default
+    that of the next token. Returns what the first step computed. Raises
     RuntimeError: a NaN loss. ValueError: no step left to run.
     """
     _refuse_no_steps(start, config.train_steps)
@@ -296,8 +313,11 @@ def train(
             profiler.before(step)
         learning_rate = optimizer.learning_rate
         batch = _batch(batch_of, step)
-        result, stats = update(executor, optimizer, batch, next_token_loss, checkpoints)
-        meter.add(result.num_tokens, stats)
+        if dpo is not None:
+            dpo.begin()
+        result, stats = update(executor, optimizer, batch, dpo or next_token_loss, checkpoints)
+        num_tokens = result.num_tokens if dpo is None else dpo.tokens(batch)
+        meter.add(num_tokens, stats)
 
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
         last = step == config.train_steps - 1
@@ -307,7 +327,8 @@ def train(
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
-                reporter.step(step, loss, learning_rate, stats, result.num_tokens)
+                rewards = dpo.rewards() if dpo is not None else {}
+                reporter.step(step, loss, learning_rate, stats, num_tokens, rewards)
         if every_step is not None:
             progress.show(step + 1, result.loss, every_step)
 

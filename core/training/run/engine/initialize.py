@@ -21,6 +21,7 @@ from core.training.config import RunConfig, same_on_all_ranks
 from core.training.config.texts import with_token_files
 from core.training.model.begin import begin
 from core.training.model.weights import load_weights
+from core.training.preferences.reference import train_batches
 from core.training.resume.batch_plan import PlannedBatches
 from core.training.resume.same_run import refuse_another_run
 from core.training.run.assembly import assemble
@@ -66,6 +67,11 @@ def initialize(
     joins_world = not is_initialized()
     world_size = started_processes() if joins_world else world()[1]
     run = _checked_run(_run_config(config), model, world_size)
+    if run.training.objective == "dpo" and loss_fn is not next_token_loss:
+        raise ValueError(
+            "initialize was given a loss_fn, and training.objective=dpo is another: 2 losses for one run; leave one "
+            "of them out"
+        )
     # configuration first: its mistakes are reported before any process group exists
     device = _join_world(run, joins_world=joins_world)
     ps = _parallel_state(run, model, device)
@@ -79,10 +85,16 @@ def initialize(
         if model is None:
             refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     stages = _build_stages(run, model, corpus, ps)
-    _, optimizer, executor, checkpoints = assemble(stages, run, corpus, ps, _say_on_first_rank(ps))
-    source = batches if corpus is None else corpus.train
+    say = _say_on_first_rank(ps)
+    parts = assemble(stages, run, corpus, ps, say)
+    optimizer, executor, checkpoints, preferences = parts[1:]
+    source = batches if corpus is None else train_batches(corpus, preferences)
     # load before the loader is made: it begins with the batch after the checkpoint's
     start = checkpoints.resume()
+    if preferences is not None:
+        loss_fn = preferences.loss
+        if not start:
+            preferences.references.compute(executor, say)
     train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
     if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
