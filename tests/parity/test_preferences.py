@@ -88,7 +88,9 @@ def plain(prefix, dpo, lora):
     margins = rewards[0::2] - rewards[1::2]
     told = (rewards[0::2].mean(), rewards[1::2].mean(), margins.mean(), (margins > 0).double().mean())
     # without the rows that pad the vocabulary
-    whole = {n: g[: layout_of(p).shape[0]] for n, p in model.named_parameters() if (g := gradients.get(n)) is not None}
+    whole = {
+        n: g[: layout_of(p).shape[0]] for n, p in model.named_parameters() if (g := gradients.get(n)) is not None
+    }
     return losses, [float(value) for value in told], whole
 
 

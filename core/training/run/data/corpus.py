@@ -145,8 +145,7 @@ class Corpus:
         if self.shards is not None:
             hashes = [shard.hash for shard in self.shards.manifest.shards]
         document_options = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-        objective = {"objective": "dpo"} if self.holds_preferences else {}
-        return objective | {
+        return {
             "tokenizer": self.tokenizer.identity,
             "blend": blend,
             "train_tokens": [source.num_tokens for _, source in self.train_parts],
