@@ -14,6 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from core import parallel_state
+from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import started_processes
 from core.pipeline import Pipeline, SingleStage
@@ -26,7 +27,7 @@ from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
 from core.training.log.profile import StepProfiler
 from core.training.model.begin import begin, sample, step_flops_per_token
-from core.training.preferences.reference import train_batches
+from core.training.preferences.reference import first_batches
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
 from core.training.resume.same_run import refuse_another_run
 from core.training.run.assembly import assemble
@@ -64,10 +65,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         checkpoints.export()
         return
 
-    if preferences is not None and not start:
-        preferences.references.compute(executor, console.say)
-    source = train_batches(corpus, preferences)
-
+    source = first_batches(corpus, preferences, executor, start, console.say)
     validation = None
     if corpus.validation_texts:
         validation = partial(validate, executor, corpus, ps, optimizer, preferences)
@@ -91,11 +89,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             experts=loads_of(stages.values(), ps),
             dpo=preferences.loss if preferences is not None else None,
         )
-    if skipped := optimizer.skipped_steps:
-        reason = "their gradients were not finite"
-        if run.optimizer.skip_grad_norm_above:
-            reason += ", or their norm was a spike"
-        console.say(f"{skipped} of {optimizer.step_count} steps were skipped: {reason}")
+    _tell_skipped(optimizer, run, console.say)
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
 
@@ -106,10 +100,18 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if ps.rank == 0:
         text = Sample.of(corpus.tokenizer, prompt, written)
         tell(loaded, log, corpus, steps, text, ps, parameters, console.say)
-        for line in comparisons(
-            first, start, log.records, run, corpus, source, parameters, ps.device
-        ):
+        made = log.records
+        for line in comparisons(first, start, made, run, corpus, parameters, ps.device, source):
             console.say(line)
+
+
+def _tell_skipped(optimizer: ShardedOptimizer, run: RunConfig, say: Callable[[str], None]) -> None:
+    """How many steps changed nothing, and why."""
+    if skipped := optimizer.skipped_steps:
+        reason = "their gradients were not finite"
+        if run.optimizer.skip_grad_norm_above:
+            reason += ", or their norm was a spike"
+        say(f"{skipped} of {optimizer.step_count} steps were skipped: {reason}")
 
 
 def _batch_of_step(

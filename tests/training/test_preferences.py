@@ -52,10 +52,7 @@ def trained(data, **more):
     torch.set_default_dtype(torch.float32)  # a rank of the pool may have another
     fields = FIELDS | data | {name.replace("__", "."): value for name, value in more.items()}
     model, _, _, loader = initialize(config=RunConfig.from_dict(fields))
-    losses = []
-    for batch in loader:
-        model.loss_fn.begin()
-        losses.append(float(model.train_step(batch).loss))
+    losses = [float(model.train_step(batch).loss) for batch in loader]
     rewards = model.loss_fn.rewards()
     model.close()
     return losses, rewards

@@ -138,9 +138,20 @@ def fingerprint(batches: PreferenceBatches) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
-def train_batches(corpus: Corpus, preferences: Preferences | None) -> BatchSource:
-    """What a run trains on: the corpus's batches, with their reference where there is one."""
+def first_batches(
+    corpus: Corpus,
+    preferences: Preferences | None,
+    executor: SingleStage | Pipeline,
+    start: int,
+    say: Callable[[str], None],
+) -> BatchSource:
+    """What a run trains on from step `start`: the corpus's batches, with their reference where there is one.
+
+    Collective: a run that begins computes it here, one that goes on has it from its checkpoint.
+    """
     if preferences is None:
         return corpus.train
+    if not start:
+        preferences.references.compute(executor, say)
     assert isinstance(corpus.train, PreferenceBatches)
     return preferences.references.around(corpus.train)

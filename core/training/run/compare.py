@@ -57,15 +57,15 @@ def comparisons(
     records: Sequence[StepRecord],
     run: RunConfig,
     corpus: Corpus,
-    source: BatchSource,
     parameters: int,
     device: torch.device,
+    source: BatchSource | None = None,
 ) -> Iterator[str]:
     """A line for step 0 against one process (`first`: what it saw, of a run that did not resume at `start`), and one
     against `compare_with` for the steps that this run made. Raises ValueError: as `against_run`.
 
-    source: the batches that it trained on. parameters: of the whole model, which one process would hold: a large one,
-    and one that trains on an accelerator (`device`), is compared on request only.
+    parameters: of the whole model, which one process would hold: a large one, and one that trains on an accelerator
+    (`device`), is compared on request only. source: the batches that it trained on; default: the corpus's.
     """
     rows = run.training.global_batch_size * run.training.rows_per_sample
     tokens = rows * run.data.sequence_length
@@ -82,8 +82,8 @@ def comparisons(
         freeze(stages, run.optimizer, single)
         (full_model,) = stages.values()
         plan = BatchPlan(global_batch_size=run.training.global_batch_size, ramp=run.training.ramp)
-        batches = PlannedBatches(source, lambda: plan)
-        loss_fn = next_token_loss
+        batches = PlannedBatches(source or corpus.train, lambda: plan)
+        loss_fn: LossFn = next_token_loss
         if run.training.objective == "dpo":
             loss_fn = DPOLoss(run.dpo, single)
         yield first.against(first_step_alone(full_model, run.training, batches, loss_fn))

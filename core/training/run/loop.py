@@ -172,18 +172,21 @@ class _Meter:
 class _Progress:
     """Tells a progress bar each step's loss: of an accelerator that of the step before, which is known already."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_step: Callable[[int, float], None] | None) -> None:
+        self._every_step = every_step
         self._before: HostCopy | None = None
 
-    def show(self, step: int, loss: Tensor, every_step: Callable[[int, float], None]) -> None:
+    def show(self, step: int, loss: Tensor) -> None:
         """`step` updates are made, the last one with `loss`."""
+        if self._every_step is None:
+            return
         latest = HostCopy(loss)
         if self._before is None or not reading_waits(loss.device):
             shown = latest
         else:
             shown = self._before
         self._before = latest
-        every_step(step, shown.read())
+        self._every_step(step, shown.read())
 
 
 class _Reporter:
@@ -196,23 +199,21 @@ class _Reporter:
         meter: _Meter,
         log: MetricsLog,
         say: Callable[[str], None],
+        dpo: DPOLoss | None,
     ) -> None:
         self._config = config
+        self._dpo = dpo
         self._optimizer = optimizer
         self._meter = meter
         self._log = log
         self._say = say
 
     def step(
-        self,
-        step: int,
-        loss: float,
-        learning_rate: float,
-        stats: StepStats,
-        num_tokens: Tensor,
-        rewards: Mapping[str, float],
+        self, step: int, loss: float, learning_rate: float, stats: StepStats, num_tokens: Tensor
     ) -> None:
         """Record a step and tell it. Raises RuntimeError: its loss is not a number."""
+        # every rank logs the same steps: this is collective
+        rewards = self._dpo.rewards() if self._dpo is not None else {}
         record = self._meter.record(step, loss, learning_rate, stats, num_tokens, rewards)
         # every rank logs the same steps: all take part in the collective of `non_finite`, and raise, or none does
         if record.loss != record.loss:
@@ -299,22 +300,17 @@ def train(
     `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
     `validate()` evaluates each validation text, every `eval_interval` steps and at the end; `checkpoints` saves, and
     may end the run early. For the records: tokens_per_step of all ranks (0: not told), experts() (collective), how
-    evenly the last step used them. profiler: of some steps. dpo: the loss, of batches of preferences; by default
-    that of the next token. Returns what the first step computed. Raises
-    RuntimeError: a NaN loss. ValueError: no step left to run.
+    evenly the last step used them. profiler: of some steps. dpo: the loss of preferences; default: the next token's.
+    Returns what the first step computed. Raises RuntimeError: a NaN loss. ValueError: no step left to run.
     """
     _refuse_no_steps(start, config.train_steps)
     executor.step_index = start  # dropout seeds are a function of the step
-    progress, first_step = _Progress(), None
+    progress, first_step = _Progress(every_step), None
     meter = _Meter(start, flops_per_token, peak_flops, tokens_per_step, experts)
-    reporter = _Reporter(config, optimizer, meter, log, say)
+    reporter = _Reporter(config, optimizer, meter, log, say, dpo)
     for step in range(start, config.train_steps):
-        if profiler is not None:
-            profiler.before(step)
         learning_rate = optimizer.learning_rate
-        batch = _batch(batch_of, step)
-        if dpo is not None:
-            dpo.begin()
+        batch = _batch(batch_of, step, profiler)
         result, stats = update(executor, optimizer, batch, dpo or next_token_loss, checkpoints)
         num_tokens = result.num_tokens if dpo is None else dpo.tokens(batch)
         meter.add(num_tokens, stats)
@@ -327,10 +323,8 @@ def train(
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
-                rewards = dpo.rewards() if dpo is not None else {}
-                reporter.step(step, loss, learning_rate, stats, num_tokens, rewards)
-        if every_step is not None:
-            progress.show(step + 1, result.loss, every_step)
+                reporter.step(step, loss, learning_rate, stats, num_tokens)
+        progress.show(step + 1, result.loss)
 
         begin = time.perf_counter()  # validating and saving are outside of the throughput
         bits = reporter.validation(step, validate if is_validated else None)
@@ -362,7 +356,11 @@ def _save(
     return checkpoints.after_step(step, last=last, metrics=metrics)
 
 
-def _batch(batch_of: Callable[[int], Mapping[str, Tensor]], step: int) -> Mapping[str, Tensor]:
+def _batch(
+    batch_of: Callable[[int], Mapping[str, Tensor]], step: int, profiler: StepProfiler | None
+) -> Mapping[str, Tensor]:
+    if profiler is not None:
+        profiler.before(step)
     with named("data"):
         return batch_of(step)
 
@@ -376,8 +374,11 @@ def update(
 ) -> tuple[StepResult, StepStats]:
     """One step on this data rank's rows: forward, backward, gradient reduction, then gradient clipping and update.
 
-    Gradients are divided by the tokens of the global batch. `checkpoints` hears when parameters are about to change.
+    Gradients are divided by the tokens (the pairs) of the global batch. `checkpoints` hears when parameters are about
+    to change.
     """
+    if isinstance(loss_fn, DPOLoss):
+        loss_fn.begin()
     optimizer.zero_grad()
     result = executor.step(batch, loss_fn, optimizer.loss_scale)
     if checkpoints is not None:
