@@ -78,15 +78,13 @@ def initialize(
     corpus = _open_text(run, model, ps) if batches is None and _is_gpt(model) else None
     stages = _build_stages(run, model, corpus, ps)
     say = _say_on_first_rank(ps)
-    parts = assemble(stages, run, corpus, ps, say)
-    optimizer, executor, checkpoints, preferences = parts[1:]
+    _, optimizer, executor, checkpoints, preferences = assemble(stages, run, corpus, ps, say)
     # load before the loader is made: it begins with the batch after the checkpoint's
     start = checkpoints.resume()
     source = batches
     if corpus is not None:
         source = first_batches(corpus, preferences, executor, start, say)
     loss_fn = preferences.loss if preferences is not None else loss_fn
-    train_steps = run.training.train_steps
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
     if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
         # as in DeepSpeed: without a microbatch size every `step` updates
@@ -94,8 +92,9 @@ def initialize(
     if source is not None:
         source = PlannedBatches(source, lambda: checkpoints.plan)
         accumulation = training_model.gradient_accumulation_steps()
+        steps = run.training.train_steps
         training_model.loader = Loader(
-            source, ps, train_steps, start, lambda: checkpoints.stopped, accumulation
+            source, ps, steps, start, lambda: checkpoints.stopped, accumulation
         )
     # runs before the world is left: the last registered is the first
     atexit.register(checkpoints.close)
