@@ -14,6 +14,7 @@ from functools import partial
 from torch import Tensor
 
 from core import parallel_state
+from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import started_processes
 from core.pipeline import Pipeline, SingleStage
@@ -26,12 +27,13 @@ from core.training.log.metrics import total_peak_flops
 from core.training.log.page import Sample
 from core.training.log.profile import StepProfiler
 from core.training.model.begin import begin, sample, step_flops_per_token
+from core.training.preferences.reference import first_batches
 from core.training.resume.batch_plan import PlannedBatches, cut_as_planned
 from core.training.resume.same_run import refuse_another_run
 from core.training.run.assembly import assemble
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.compare import comparisons
-from core.training.run.data import Corpus, open_corpus
+from core.training.run.data import BatchSource, open_corpus
 from core.training.run.evaluate import validate
 from core.training.run.loader import local_batches
 from core.training.run.summary import configuration, describe, last_step, open_log, tell
@@ -44,7 +46,7 @@ TRY_AGAIN = 75
 def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     """Train, validate, sample, report, and check the first step against one process."""
     s = run.data.sequence_length
-    tokens_per_step = run.training.global_batch_size * s
+    tokens_per_step = run.training.global_batch_size * run.training.rows_per_sample * s
     console = Console(ps.rank, run.training.train_steps, tokens_per_step=tokens_per_step)
     configuration(loaded, ps, console.say)
     corpus = open_corpus(run.data, run.training, ps)
@@ -53,7 +55,8 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     corpus.check_stages(stages)
     parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
-    _, optimizer, executor, checkpoints = assemble(stages, run, corpus, ps, console.say, memory)
+    parts = assemble(stages, run, corpus, ps, console.say, memory)
+    optimizer, executor, checkpoints, preferences = parts[1:]
     start = console.start = checkpoints.resume()
     if start >= run.training.train_steps:
         console.say(
@@ -62,15 +65,16 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
         checkpoints.export()
         return
 
+    source = first_batches(corpus, preferences, executor, start, console.say)
     validation = None
     if corpus.validation_texts:
-        validation = partial(validate, executor, corpus, ps, optimizer)
+        validation = partial(validate, executor, corpus, ps, optimizer, preferences)
     profiler = StepProfiler(run.training, ps, console.say)
     with console, checkpoints, open_log(run, start, ps) as log, profiler:
         first = train(
             executor,
             optimizer,
-            _batch_of_step(corpus, checkpoints, executor, run, ps),
+            _batch_of_step(source, checkpoints, executor, run, ps),
             run.training,
             flops_per_token=step_flops_per_token(run, stages, corpus.tokenizer.vocab_size, ps),
             peak_flops=total_peak_flops(ps, run.model.dtype, run.training.peak_tflops),
@@ -83,12 +87,9 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
             tokens_per_step=console.tokens if checkpoints.plan.is_even(start) else 0,
             profiler=profiler,
             experts=loads_of(stages.values(), ps),
+            dpo=preferences.loss if preferences is not None else None,
         )
-    if skipped := optimizer.skipped_steps:
-        reason = "their gradients were not finite"
-        if run.optimizer.skip_grad_norm_above:
-            reason += ", or their norm was a spike"
-        console.say(f"{skipped} of {optimizer.step_count} steps were skipped: {reason}")
+    _tell_skipped(optimizer, run, console.say)
     if checkpoints.stopped:
         raise SystemExit(TRY_AGAIN)
 
@@ -99,19 +100,29 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if ps.rank == 0:
         text = Sample.of(corpus.tokenizer, prompt, written)
         tell(loaded, log, corpus, steps, text, ps, parameters, console.say)
-        for line in comparisons(first, start, log.records, run, corpus, parameters, ps.device):
+        made = log.records
+        for line in comparisons(first, start, made, run, corpus, parameters, ps.device, source):
             console.say(line)
 
 
+def _tell_skipped(optimizer: ShardedOptimizer, run: RunConfig, say: Callable[[str], None]) -> None:
+    """How many steps changed nothing, and why."""
+    if skipped := optimizer.skipped_steps:
+        reason = "their gradients were not finite"
+        if run.optimizer.skip_grad_norm_above:
+            reason += ", or their norm was a spike"
+        say(f"{skipped} of {optimizer.step_count} steps were skipped: {reason}")
+
+
 def _batch_of_step(
-    corpus: Corpus,
+    source: BatchSource,
     checkpoints: Checkpoints,
     executor: SingleStage | Pipeline,
     run: RunConfig,
     ps: ParallelState,
 ) -> Callable[[int], Mapping[str, Tensor]]:
     """step -> this rank's rows; the executor is laid out for their number, where the batch grows."""
-    batches = PlannedBatches(corpus.train, lambda: checkpoints.plan)
+    batches = PlannedBatches(source, lambda: checkpoints.plan)
     to_device = local_batches(ps)
     rank = ps.index("dp")
     replicas = ps.size("dp")

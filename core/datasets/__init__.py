@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from core.datasets.blend import open_blend as open_blend
     from core.datasets.card import TokenCard as TokenCard
     from core.datasets.conversations import ConversationBatches as ConversationBatches
+    from core.datasets.conversations import PreferenceBatches as PreferenceBatches
     from core.datasets.corpus.build import CorpusFiles as CorpusFiles
     from core.datasets.corpus.build import TextFiles as TextFiles
     from core.datasets.corpus.build import prepare_files as prepare_files

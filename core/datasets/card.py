@@ -15,6 +15,9 @@ from typing import Any
 FORMAT = "paracore tokens 1"
 # tokens of answers, whose loss counts, are stored as ~token, which is negative
 FORMAT_ANSWERS = "paracore tokens 2"
+# the same, and documents 2 i and 2 i + 1 are the chosen and the rejected response to one prompt
+FORMAT_PREFERENCES = "paracore tokens 3"
+MARKED = (FORMAT_ANSWERS, FORMAT_PREFERENCES)
 _FAMILY = "paracore tokens"
 # finds a card of ours in what does not parse
 _FORMAT_KEY = re.compile(rb'\s*\{.*"format"\s*:\s*"' + _FAMILY.encode(), re.DOTALL)
@@ -109,8 +112,8 @@ def read_card(prefix: str | Path) -> TokenCard | None:
             f"{path} of {len(content)} bytes is damaged: {error}; {remedy(prefix)}"
         ) from None
     version = value.get("format")
-    if version not in (FORMAT, FORMAT_ANSWERS):
-        known = f"{FORMAT!r} and {FORMAT_ANSWERS!r}"
+    if version not in (FORMAT, *MARKED):
+        known = f"{FORMAT!r}, {FORMAT_ANSWERS!r} and {FORMAT_PREFERENCES!r}"
         raise ValueError(f"{path} has format {version!r}, this reads {known}; {remedy(prefix)}")
     # every field, and no other: a card with less would leave something unchecked
     names = {field.name for field in fields(TokenCard)}
@@ -122,7 +125,7 @@ def read_card(prefix: str | Path) -> TokenCard | None:
     for name, (kind, fits) in _FIELD_KINDS.items():
         if not fits(value[name]):
             problems.append(f"{name} is {repr(value[name])[:60]}, not {kind}")
-    if version == FORMAT_ANSWERS and value["dtype"] != "int32":
+    if version in MARKED and value["dtype"] != "int32":
         problems.append(f"dtype is {value['dtype']!r}, and marks of answers need int32")
     if problems:
         raise ValueError(f"{path} is damaged: {'; '.join(problems)}; {remedy(prefix)}")

@@ -1,4 +1,5 @@
-"""Batches of conversations: whole ones packed into rows, kept apart, with loss on their answers only.
+"""Batches of conversations, with loss on their answers only: whole ones packed into rows and kept apart; or pairs of
+them, a chosen and a rejected answer to one prompt, a row each.
 
 Legend: `b` rows in the global batch, `s` tokens in a row.
 """
@@ -8,12 +9,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from core.datasets.batches import GPTBatches, Rows, empty_rows, rows_from
 from core.datasets.order import draws
 from core.datasets.packing import IGNORED_LABEL, Packing
+from core.datasets.token_file import Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,3 +122,87 @@ class ConversationBatches(GPTBatches):
         numbers = range(self.num_samples if rows is None else min(rows, self.num_samples))
         labels = self._windows(numbers)["labels"]
         return labels[labels != IGNORED_LABEL].numpy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceBatches(GPTBatches):
+    """Pairs of rows: row 2 i holds a prompt with its chosen response, row 2 i + 1 the same with the rejected one.
+
+    `global_batch_size` and `num_samples` count pairs, so that no cut into microbatches of whole samples parts two.
+    Labels count where a response is predicted. A row that is too short loses the end of its response (`truncated`).
+    Raises ValueError: a token file without pairs; rows so short that nothing of some responses is left.
+    """
+
+    def _rules(self) -> Iterator[tuple[bool, str]]:
+        yield self.sequence_length > 0, f"sequence_length={self.sequence_length} must be positive"
+        yield (
+            self.global_batch_size > 0,
+            f"global_batch_size={self.global_batch_size} must be positive",
+        )
+        yield self.token_file.holds_preferences, "a token file without pairs; use GPTBatches"
+        if self.sequence_length > 0 and self.token_file.holds_preferences:
+            lost = self._without_response
+            yield (
+                not lost,
+                f"sequence_length={self.sequence_length} leaves nothing of {len(lost)} responses of "
+                f"{self.token_file.num_documents}, the first in pair {(lost or [0])[0] // 2}: their prompts are "
+                "longer; use longer rows, or shorter prompts",
+            )
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [self.token_file.document_start(i) for i in range(self.token_file.num_documents + 1)]
+
+    @cached_property
+    def _longer(self) -> list[int]:
+        """Documents of which the end is lost: a row of s inputs predicts s more tokens than its first."""
+        lengths = np.diff(np.array(self._starts, np.int64))
+        longer: list[int] = np.flatnonzero(lengths > self.sequence_length + 1).tolist()
+        return longer
+
+    @cached_property
+    def _without_response(self) -> list[int]:
+        return [number for number in self._longer if not self._document(number)[1].any()]
+
+    @property
+    def truncated(self) -> int:
+        """Responses that lose their end."""
+        return len(self._longer)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of pairs, which is the length of an epoch."""
+        return self.token_file.num_documents // 2
+
+    def rows(self, first: int, count: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
+        """The `count` pairs from number `first` of the run on: int64 `tokens` and `labels` `[2 count/size, s]`, and
+        `pair` `[2 count/size]`, the number of each row's pair in the file, -1 where there is none."""
+        drawn = rows_from(first, count, rank, size)
+        return self._batch(
+            draws(drawn.start, drawn.stop, self.num_samples, seed=self.seed).tolist()
+        )
+
+    def _windows(self, windows: range) -> dict[str, Tensor]:
+        return self._batch(windows)
+
+    def _batch(self, pairs: Iterable[int]) -> dict[str, Tensor]:
+        numbers = [number if number < self.num_samples else -1 for number in pairs]
+        tokens, labels = empty_rows(2 * len(numbers), self.sequence_length)
+        tokens[:] = 0
+        labels[:] = IGNORED_LABEL
+        for row, number in enumerate(numbers):
+            for side in (0, 1) if number >= 0 else ():
+                stream, learned = self._document(2 * number + side)
+                inputs = min(len(stream), self.sequence_length)
+                tokens[2 * row + side, :inputs] = stream[:inputs]
+                labels[2 * row + side, : len(learned)] = np.where(
+                    learned, stream[1:], IGNORED_LABEL
+                )
+        batch = {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+        return batch | {"pair": torch.tensor(numbers).repeat_interleave(2)}
+
+    def _document(self, number: int) -> tuple[Array, npt.NDArray[np.bool_]]:
+        """(the tokens of a row and the one after it, which of those behind the first are learned)."""
+        first, stop = self._starts[number], self._starts[number + 1]
+        stop = min(stop, first + self.sequence_length + 1)
+        return self.token_file.tokens(first, stop), self.token_file.answers(first, stop)[1:]

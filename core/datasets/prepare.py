@@ -3,7 +3,8 @@
 Reads .txt .md .rst .py (a document per file), .jsonl (a document per line), all of them also as .gz and .zst,
 .parquet, directories that datasets.save_to_disk wrote, data sets of the Hugging Face Hub by name
 (hf://datasets/ORG/NAME[@REVISION][/FILES]) and whatever --glob names. JSON lines of {"messages"} or
-{"prompt", "response"} become conversations, of which only the answers are learned. What is no UTF-8 text is skipped
+{"prompt", "response"} become conversations, of which only the answers are learned, those of {"prompt", "chosen",
+"rejected"} pairs of them, for training.objective=dpo. What is no UTF-8 text is skipped
 and counted. Files are read in the order of a hash of their relative path, so that any part of the result is a random
 part of the text, the same on every machine.
 
@@ -32,6 +33,7 @@ from core.datasets.corpus.build import (
 from core.datasets.corpus.conversations import are_conversations, prepare_conversations
 from core.datasets.corpus.documents import Encoder
 from core.datasets.corpus.hub import hub_files, is_hub_name
+from core.datasets.corpus.preferences import are_preferences, prepare_preferences
 from core.datasets.corpus.progress import progress
 from core.datasets.corpus.sources import SUFFIXES
 from core.datasets.corpus.workers import available_cores
@@ -153,19 +155,21 @@ def _tokenizer(options: argparse.Namespace, text_files: TextFiles) -> AnyTokeniz
 def _prepared(options: argparse.Namespace, text_files: TextFiles) -> CorpusFiles:
     """What is written; raises `ValueError`, `ImportError`, `OSError`."""
     chats = are_conversations(text_files.sources)
-    if chats and options.train_tokenizer is not None:
+    pairs = not chats and are_preferences(text_files.sources)
+    if (chats or pairs) and options.train_tokenizer is not None:
         raise ValueError(
             f"--train-tokenizer {options.train_tokenizer}: conversations fine-tune a model, whose tokenizer they "
             "need; give it by --tokenizer FOLDER/tokenizer.json, or leave both out for bytes"
         )
     tokenizer = _tokenizer(options, text_files)
     with progress("tokenising", text_files.num_bytes) as advance:
-        if chats:
+        if chats or pairs:
             if options.tokenizer is None:
                 folder = None
             else:
                 folder = Path(options.tokenizer).parent
-            return prepare_conversations(
+            prepare = prepare_preferences if pairs else prepare_conversations
+            return prepare(
                 text_files, options.output, tokenizer, template_folder=folder, advance=advance
             )
         return prepare_files(

@@ -41,6 +41,11 @@ class TokenSource(Protocol):
         """Whether it holds conversations."""
         ...
 
+    @property
+    def holds_preferences(self) -> bool:
+        """Whether documents come in pairs, chosen and rejected."""
+        ...
+
     def answers(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Which of `tokens(start, stop)` are answers'."""
         ...
@@ -110,6 +115,11 @@ class TokenRange:
         """Whether the file says which of its tokens are answers."""
         return self.file.marks_answers
 
+    @property
+    def holds_preferences(self) -> bool:
+        """Whether documents of the file come in pairs, chosen and rejected."""
+        return self.file.holds_preferences
+
     def answers(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Which of `tokens(start, stop)` are answers'."""
         return self.file.answers(self.first_token + start, self.first_token + stop)
@@ -126,6 +136,8 @@ def first_documents(source: TokenSource, num_tokens: int) -> TokenRange:
         first = 0
     # document n begins where the n before it end, and beginnings ascend
     count = bisect_right(range(1, source.num_documents), num_tokens, key=source.document_start)
+    if source.holds_preferences:
+        count = max(2, count - count % 2)
     return TokenRange(file, first, first + max(1, count))
 
 
@@ -140,7 +152,9 @@ def split_documents(
     """
     weights = _split_weights(split)
     requested = [weight > 0 for weight in weights]
-    if file.num_documents < sum(requested):
+    # a pair is not cut
+    unit = 2 if file.holds_preferences else 1
+    if file.num_documents < unit * sum(requested):
         raise ValueError(
             f"{file.prefix} has {file.num_documents} documents, split={split!r} asks for {sum(requested)} parts; "
             "prepare it with --documents paragraph, give validation files of their own, or split='1,0,0'"
@@ -153,8 +167,9 @@ def split_documents(
             continue
         # at least one document for this split, and for each that follows
         nearest = _nearest_boundary(file, weight_so_far / sum(weights))
-        end_limit = file.num_documents - sum(requested[number + 1 :])
-        end = min(max(nearest, first + 1), end_limit)
+        nearest -= nearest % unit
+        end_limit = file.num_documents - unit * sum(requested[number + 1 :])
+        end = min(max(nearest, first + unit), end_limit)
         ranges.append(TokenRange(file, first, end))
         first = end
     train, valid, test = ranges

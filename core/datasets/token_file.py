@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from core.datasets.card import (
-    FORMAT_ANSWERS,
+    FORMAT_PREFERENCES,
+    MARKED,
     TokenCard,
     card_path,
     full_hash,
@@ -188,7 +189,12 @@ class TokenFile:
     @property
     def marks_answers(self) -> bool:
         """Whether it holds conversations: which tokens are answers' is known."""
-        return self.card is not None and self.card.format == FORMAT_ANSWERS
+        return self.card is not None and self.card.format in MARKED
+
+    @property
+    def holds_preferences(self) -> bool:
+        """Whether documents 2 i and 2 i + 1 are the chosen and the rejected response to one prompt."""
+        return self.card is not None and self.card.format == FORMAT_PREFERENCES
 
     def answers(self, start: int, stop: int) -> npt.NDArray[np.bool_]:
         """Which of `tokens(start, stop)` are answers'; all of them in a file that marks none."""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from core.datasets.card import (
     FORMAT,
     FORMAT_ANSWERS,
+    FORMAT_PREFERENCES,
     TokenCard,
     card_path,
     has_card,
@@ -41,7 +42,8 @@ class TokenFileWriter:
     was there before stays. One writer at a time has the prefix, from the beginning of the block to its end, where
     the file system has locks. The dtype is uint16 where `vocab_size` ids fit, else int32; `dtype` overrides it.
     With a `tokenizer` its copy and a card are written beside them; `end_of_text` and `sources` are for the card, as
-    are the counts `text_bytes` and `skipped`, which the caller adds to. marks_answers: for `add_conversation`.
+    are the counts `text_bytes` and `skipped`, which the caller adds to. marks_answers: for `add_conversation`;
+    in_pairs: so added, a chosen response and then the rejected one.
     Raises `ValueError` if the vocabulary is larger than the dtype, or if the card would replace a foreign file; at
     the beginning of the block, if another process writes the same prefix.
     """
@@ -56,8 +58,9 @@ class TokenFileWriter:
         end_of_text: int | None = None,
         sources: Sequence[str] = (),
         marks_answers: bool = False,
+        in_pairs: bool = False,
     ) -> None:
-        if marks_answers:  # the sign is the mark
+        if marks_answers or in_pairs:  # the sign is the mark
             dtype = "<i4"
         if dtype is None:
             dtype = "<u2" if vocab_size <= 2**16 else "<i4"
@@ -83,6 +86,8 @@ class TokenFileWriter:
         self._sources = tuple(sources)
         self._end_of_text = end_of_text
         self._format = FORMAT_ANSWERS if marks_answers else FORMAT
+        if in_pairs:
+            self._format = FORMAT_PREFERENCES
         # .idx last: without it nothing opens
         self._paths = (
             file_paths(prefix)[0],

@@ -93,7 +93,7 @@ def test_the_files_of_another_card_are_refused(tmp_path):
     ("change", "message"),
     [
         (lambda text: text[:-20], "is damaged"),
-        (lambda text: text.replace("tokens 1", "tokens 3"), "has format 'paracore tokens 3', this reads"),
+        (lambda text: text.replace("tokens 1", "tokens 4"), "has format 'paracore tokens 4', this reads"),
         (lambda text: text.replace("tokens 1", "tokens 2"), "dtype is 'uint16', and marks of answers need int32"),
         (lambda text: text.replace('  "dtype": "uint16",\n', ""), r"\['dtype'\] are missing or too many"),
     ],

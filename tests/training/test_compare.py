@@ -10,7 +10,9 @@ from core.training.run.compare import comparisons
 def test_a_large_model_is_not_run_again_in_one_process():
     """It would not fit, or take hours: told, and nothing is built."""
     for parameters, rows in ((8_030_261_248, 1), (100_000_000, 1024)):
-        training = SimpleNamespace(global_batch_size=rows, compare_with=None, compare_first_step=None)
+        training = SimpleNamespace(
+            rows_per_sample=1, global_batch_size=rows, compare_with=None, compare_first_step=None
+        )
         run = SimpleNamespace(training=training, data=SimpleNamespace(sequence_length=2048))
         (line,) = comparisons(None, 0, [], run, None, parameters, torch.device("cpu"))
         assert line.startswith(f"first step not compared with one process: {parameters:,} parameters")
@@ -18,6 +20,8 @@ def test_a_large_model_is_not_run_again_in_one_process():
 
 def test_a_run_on_an_accelerator_is_not_run_again_on_a_cpu_unless_somebody_asks():
     for asked, device in ((None, "cuda"), (False, "cpu"), (False, "cuda")):
-        training = SimpleNamespace(global_batch_size=1, compare_with=None, compare_first_step=asked)
+        training = SimpleNamespace(
+            rows_per_sample=1, global_batch_size=1, compare_with=None, compare_first_step=asked
+        )
         run = SimpleNamespace(training=training, data=SimpleNamespace(sequence_length=8))
         assert not list(comparisons(None, 0, [], run, None, 1000, torch.device(device)))

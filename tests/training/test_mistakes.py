@@ -149,7 +149,8 @@ def test_names_from_elsewhere_lead_to_fields_that_exist():
         ("model.fp8", "8-bit products are not here; give model.bf16"),
         (
             "profiling.enable_profiling",
-            "the parts are checkpoint, data, data_parallel, lora, model, optimizer, parallel, pipeline, training",
+            "the parts are checkpoint, data, data_parallel, dpo, lora, model, optimizer, parallel, pipeline, "
+            "training",
         ),
     ],
 )

@@ -42,7 +42,7 @@ WRONG = [
     (
         {"zzz": {}},
         1,
-        "unknown zzz; the parts are checkpoint, data, data_parallel, lora, model, optimizer, parallel, pipeline",
+        "unknown zzz; the parts are checkpoint, data, data_parallel, dpo, lora, model, optimizer, parallel, pipeline",
     ),
     ({"optimizer": 3}, 1, "optimizer is a part of a run, with fields of its own; give optimizer.lr or others"),
     ({"training": {"train_steps": "abc"}}, 1, "training.train_steps='abc' is text, an integer is needed"),

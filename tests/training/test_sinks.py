@@ -23,8 +23,12 @@ def test_every_number_of_a_record_has_a_name_and_what_is_not_known_is_left_out()
     full = record(1, mfu=0.4, memory_mib=7.0, skipped=2, tokens_seen=64, experts=(load,)).scalars()
     of_layer = {f"experts/layer_003_{name}": value for name, value in vars(load).items() if name != "layer"}
     assert set(full) == set(SCALAR_NAMES.values()) | set(of_layer) and full.items() >= of_layer.items()
-    assert set(SCALAR_NAMES) | {"step", "tokens", "time", "experts"} == {*StepRecord.__annotations__, *OF_ALL_LAYERS}
+    assert set(SCALAR_NAMES) | {"step", "tokens", "time", "experts", "rewards"} == {
+        *StepRecord.__annotations__,
+        *OF_ALL_LAYERS,
+    }
     assert full["train/loss"] == 2.5 and full["memory/peak_mib"] == 7 and full["train/skipped"] == 2
+    assert record(1, rewards={"rewards/margins": 0.5}).scalars()["train/rewards/margins"] == 0.5
     without = record(1).scalars()
     unknown = {"speed/mfu", "memory/peak_mib", "train/tokens_seen", *of_layer}
     unknown |= {SCALAR_NAMES[name] for name in OF_ALL_LAYERS}

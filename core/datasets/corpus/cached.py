@@ -13,6 +13,7 @@ from core.datasets.corpus.build import TextFiles, prepare_files, skipped_text
 from core.datasets.corpus.conversations import are_conversations, prepare_conversations
 from core.datasets.corpus.documents import Encoder
 from core.datasets.corpus.hub import hub_files, is_hub_name
+from core.datasets.corpus.preferences import are_preferences, prepare_preferences
 from core.datasets.corpus.progress import progress
 from core.datasets.corpus.sources import SUFFIXES
 from core.datasets.prefix_lock import LockedError, is_locked, release_lock, take_lock
@@ -46,23 +47,26 @@ def prepared_text(
     vocab_size: int,
     writes: bool,
     say: Callable[[str], None],
+    preferences: bool = False,
 ) -> Path:
     """The prefix of the token file of a text, below `directory`; written if it is not there yet.
 
     tokenizer: a tokenizer.json; None: one of `vocab_size` tokens is learned from the text (conversations: bytes).
-    writes: whether this process does it, the first one of its machine; others wait for it.
+    writes: whether this process does it, the first one of its machine; others wait for it. preferences: it is to
+    hold pairs of a chosen and a rejected response.
     The same files, tokenizer and settings give the same prefix; a file that has changed (its size or time) another.
-    Raises ValueError: nothing to read; nobody writes what this process waits for. ImportError: a missing extra.
+    Raises ValueError: nothing to read; nobody writes what this process waits for; preferences where there should be
+    none, and the reverse. ImportError: a missing extra.
     """
     if is_hub_name(name):
         hub_files(name, SUFFIXES, say if writes else None)
     text = TextFiles(inputs=(name,))
-    chats = are_conversations(text.sources)
-    if not chats and len(text.sources) < _FEW_FILES:
+    kind = _kind_of(name, text, preferences)
+    if kind == "documents" and len(text.sources) < _FEW_FILES:
         text = TextFiles(inputs=(name,), documents="paragraph")
     prefix = (
         Path(directory)
-        / f"{Path(name).resolve().stem}-{_cache_key(text, tokenizer, vocab_size, chats)}"
+        / f"{Path(name).resolve().stem}-{_cache_key(text, tokenizer, vocab_size, kind)}"
     )
     waited = 0.0
     while not _is_ready(prefix):
@@ -80,11 +84,34 @@ def prepared_text(
             time.sleep(_POLL_S)
             continue
         try:
-            _prepare(text, prefix, tokenizer, vocab_size, chats, say)
+            _prepare(text, prefix, tokenizer, vocab_size, kind, say)
         except LockedError:
             # a process of another machine, on a shared disk
             time.sleep(_POLL_S)
     return prefix
+
+
+def _kind_of(name: str, text: TextFiles, preferences: bool) -> str:
+    """What a document of the text is: "documents", "conversations" or "preferences".
+
+    Raises ValueError: preferences where there should be none, and the reverse.
+    """
+    pairs = are_preferences(text.sources)
+    if preferences and not pairs:
+        raise ValueError(
+            f"{name} holds no preferences, which training.objective=dpo learns from: its first row has no "
+            '"chosen" and no "rejected"; give JSON lines of prompt, chosen and rejected, or another objective'
+        )
+    if preferences:
+        return "preferences"
+    if are_conversations(text.sources):
+        return "conversations"
+    if pairs:
+        raise ValueError(
+            f"{name} holds preferences (chosen, rejected), which only training.objective=dpo learns from; use "
+            "that, or give text, chats, or prompts with a response"
+        )
+    return "documents"
 
 
 def _is_ready(prefix: Path) -> bool:
@@ -97,7 +124,7 @@ def _is_ready(prefix: Path) -> bool:
 
 
 def _cache_key(
-    text_files: TextFiles, tokenizer: str | Path | None, vocab_size: int, chats: bool
+    text_files: TextFiles, tokenizer: str | Path | None, vocab_size: int, kind: str
 ) -> str:
     """Of everything that the token file depends on."""
     if tokenizer is None:
@@ -111,10 +138,12 @@ def _cache_key(
         _FORMAT,
         str(Path(text_files.inputs[0]).resolve()),
         text_files.documents,
-        chats,
+        kind == "conversations",
         identity,
         files,
     ]
+    if kind == "preferences":
+        content.append(kind)
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
@@ -123,7 +152,7 @@ def _prepare(
     prefix: Path,
     tokenizer_file: str | Path | None,
     vocab_size: int,
-    chats: bool,
+    kind: str,
     report: Callable[[str], None],
 ) -> None:
     """Under a lock from its beginning, as learning a vocabulary takes a while. Raises LockedError."""
@@ -141,21 +170,22 @@ def _prepare(
             folder = Path(tokenizer_file).parent
             tokenizer = load_tokenizer(tokenizer_file)
         else:
-            if chats:
-                tokenizer = ByteTokenizer()
-            else:
+            if kind == "documents":
                 tokenizer = _learn_tokenizer(text_files, vocab_size, report)
+            else:
+                tokenizer = ByteTokenizer()
         with progress("tokenising", text_files.num_bytes) as advance:
-            if chats:
-                corpus = prepare_conversations(
+            if kind == "documents":
+                corpus = prepare_files(text_files, prefix, tokenizer, advance=advance)
+            else:
+                prepare = prepare_preferences if kind == "preferences" else prepare_conversations
+                corpus = prepare(
                     text_files, prefix, tokenizer, template_folder=folder, advance=advance
                 )
-            else:
-                corpus = prepare_files(text_files, prefix, tokenizer, advance=advance)
         card = corpus.card
-        kind = "conversations" if chats else "documents"
+        count = card.documents // 2 if kind == "preferences" else card.documents
         report(
-            f"prepared: {card.documents:,} {kind}, {card.tokens:,} tokens of {card.vocab_size:,} in "
+            f"prepared: {count:,} {kind}, {card.tokens:,} tokens of {card.vocab_size:,} in "
             f"{corpus.seconds:.1f} s; skipped: {skipped_text(dict(card.skipped))}"
         )
     finally:

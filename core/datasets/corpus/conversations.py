@@ -37,7 +37,7 @@ class Conversation(NamedTuple):
     answers: list[bool]
 
 
-class _UnusableRowError(Exception):
+class UnusableRowError(Exception):
     """Why a row is skipped."""
 
 
@@ -65,13 +65,18 @@ class ChatTemplate:
                 f"the tokenizer of {folder} has no chat template; give rows of prompt and response"
             )
 
-    def encode(self, messages: list[Mapping[str, Any]], tools: Any = None) -> Conversation:
-        """A chat as the template writes it; answers are what it writes for the assistant after its header."""
+    def encode(
+        self, messages: list[Mapping[str, Any]], tools: Any = None, prompt: int = 0
+    ) -> Conversation:
+        """A chat as the template writes it; answers are what it writes for the assistant after its header.
+
+        prompt: messages at the beginning that are no answers, whoever's they are.
+        """
         render = partial(self._tokenizer.apply_chat_template, tokenize=False, tools=tools)
         text = render(messages)
         spans = []
         for number, message in enumerate(messages):
-            if message["role"] != "assistant":
+            if message["role"] != "assistant" or number < prompt:
                 continue
             before = render(messages[:number], add_generation_prompt=True)
             # the end of the turn is the answer's, the white space before the next header is not
@@ -79,7 +84,7 @@ class ChatTemplate:
             if not (
                 text.startswith(before) and text.startswith(through) and len(before) < len(through)
             ):
-                raise _UnusableRowError(_REWRITTEN)
+                raise UnusableRowError(_REWRITTEN)
             spans.append((len(before), len(through)))
         # the template has written the special tokens already
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -98,7 +103,7 @@ def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> boo
     chats: list[TextSource] = []
     others: list[TextSource] = []
     for source in sources:
-        if source.kind == "jsonl" and _is_conversation(_first_row(source.path)):
+        if source.kind == "jsonl" and _is_conversation(first_row(source.path)):
             chats.append(source)
         else:
             others.append(source)
@@ -110,7 +115,8 @@ def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> boo
     return bool(chats)
 
 
-def _first_row(path: Path) -> Any:
+def first_row(path: Path) -> Any:
+    """The first JSON line of a file; None where there is none."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for line in file:
@@ -137,34 +143,39 @@ class ConversationEncoder:
         self._template: ChatTemplate | None = None
 
     def encode(self, row: Any) -> Conversation:
-        """Ends with the end of text, which after a prompt's answer is learned too. Raises `_UnusableRowError`."""
+        """Ends with the end of text, which after a prompt's answer is learned too. Raises `UnusableRowError`."""
         if isinstance(row, dict) and "messages" in row:
-            return self._with_end_of_text(self._encode_chat(row["messages"], row.get("tools")))
+            return self.encode_chat(row["messages"], row.get("tools"))
         prompt = row.get("prompt") if isinstance(row, dict) else None
         answer = None
         if prompt is not None:
             answer = next((row[key] for key in ANSWERS if key in row), None)
         if isinstance(prompt, list) and isinstance(answer, list):
-            return self._with_end_of_text(self._encode_chat([*prompt, *answer], row.get("tools")))
+            return self.encode_chat([*prompt, *answer], row.get("tools"))
         if not isinstance(prompt, str) or not isinstance(answer, str):
-            raise _UnusableRowError(_NEITHER)
+            raise UnusableRowError(_NEITHER)
+        return self.encode_answer(prompt, answer)
+
+    def encode_answer(self, prompt: str, answer: str) -> Conversation:
+        """The two joined as they are, and the end of text."""
         # apart, so that no token is half prompt and half answer
         first, second = self._tokenizer.encode_batch([prompt, answer])
         second = [*second, self._tokenizer.end_of_text]
         return Conversation(first + second, [False] * len(first) + [True] * len(second))
 
-    def _encode_chat(self, messages: Any, tools: Any) -> Conversation:
+    def encode_chat(self, messages: Any, tools: Any = None, prompt: int = 0) -> Conversation:
+        """As the template writes it, with the end of text. prompt: see `ChatTemplate.encode`."""
         if not isinstance(messages, list) or not messages:
-            raise _UnusableRowError(_NEITHER)
+            raise UnusableRowError(_NEITHER)
         for message in messages:
             if (
                 not isinstance(message, dict)
                 or not isinstance(message.get("role"), str)
                 or "content" not in message
             ):
-                raise _UnusableRowError(_NO_ROLES)
-        if not any(message["role"] == "assistant" for message in messages):
-            raise _UnusableRowError(_NO_ANSWER)
+                raise UnusableRowError(_NO_ROLES)
+        if not any(message["role"] == "assistant" for message in messages[prompt:]):
+            raise UnusableRowError(_NO_ANSWER)
         if self._template is None:
             if self._folder is None:
                 raise ValueError(
@@ -173,12 +184,12 @@ class ConversationEncoder:
                 )
             self._template = ChatTemplate(self._folder)
         try:
-            return self._template.encode(messages, tools)
-        except _UnusableRowError:
+            return self._with_end_of_text(self._template.encode(messages, tools, prompt))
+        except UnusableRowError:
             raise
         except Exception as error:
             # a template raises what it likes about roles that it does not know
-            raise _UnusableRowError(
+            raise UnusableRowError(
                 f"chats that the chat template refuses ({' '.join(str(error).split())})"
             ) from None
 
@@ -219,7 +230,7 @@ def prepare_conversations(
             for row in _parsed_rows(chunk.content, writer.skipped):
                 try:
                     tokens, answers = encoder.encode(row)
-                except _UnusableRowError as error:
+                except UnusableRowError as error:
                     writer.skipped[str(error)] += 1
                     continue
                 writer.add_conversation(np.array(tokens), np.array(answers))

@@ -18,11 +18,13 @@ from core.training.config.parts import (
 from core.training.config.run import ConfigError, RunConfig
 from core.training.config.sources import Loaded, load_run
 from core.training.model.config import DTYPES, ModelConfig
+from core.training.preferences.config import DPOConfig
 
 __all__ = [
     "DTYPES",
     "CheckpointConfig",
     "ConfigError",
+    "DPOConfig",
     "DataConfig",
     "DataParallelConfig",
     "Loaded",

@@ -37,6 +37,7 @@ COMMON = (
     "data.valid",
     "data.tokenizer",
     "data.sequence_length",
+    "training.objective",
     "training.train_steps",
     "training.global_batch_size",
     "training.micro_batch_size",

@@ -25,6 +25,7 @@ from core.training.config.parts import (
 from core.training.functions import function_of
 from core.training.model import folder
 from core.training.model.config import ModelConfig
+from core.training.preferences.rules import dpo_rules, objective_rules
 from core.transformer.rules import layout_rules
 
 Rules = Iterator[tuple[bool, str]]
@@ -194,12 +195,13 @@ def _file_rules(data: DataConfig) -> Rules:
                 # becomes a token file when everything else fits together
                 if is_text(prefix):
                     continue
-                tokens = (
-                    ShardManifest.read(prefix) if is_list(prefix) else TokenFile(prefix)
-                ).num_tokens
+                source = ShardManifest.read(prefix) if is_list(prefix) else TokenFile(prefix)
+                tokens = source.num_tokens
                 yield (
-                    # one more, for the last label; a validation text may be short
-                    length < tokens or name != "train",
+                    # one more, for the last label; a validation text may be short, as pairs may
+                    length < tokens
+                    or name != "train"
+                    or getattr(source, "holds_preferences", False),
                     f"sequence_length={length} needs {length + 1} tokens (one more to predict), {name}={prefix} has "
                     f"{tokens}; use at most {tokens - 1}, or more text",
                 )
@@ -330,6 +332,8 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("training", "parallel"), _batch_rules),
     (("data", "parallel"), _sequence_rules),
     (("data",), _file_rules),
+    (("training", "data"), objective_rules),
+    (("training", "model", "parallel", "checkpoint"), dpo_rules),
     (("model", "parallel", "pipeline"), _stage_rules),
     (("training", "parallel"), _recompute_rules),
     (("training", "parallel", "pipeline"), _ramp_rules),

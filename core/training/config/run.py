@@ -26,6 +26,7 @@ from core.training.config.rules import in_world, run_rules
 from core.training.config.toml_files import read_toml, write_toml
 from core.training.model.config import ModelConfig
 from core.training.model.folder import tokenizer_in
+from core.training.preferences.config import DPOConfig
 
 _TRAIN_STEPS = "training.train_steps"
 _DECAY_STEPS = "optimizer.lr_decay_steps"
@@ -65,6 +66,9 @@ class RunConfig:
 
     training: TrainingConfig = field(default_factory=TrainingConfig)
     """How long, in which batches, and what is logged."""
+
+    dpo: DPOConfig = field(default_factory=DPOConfig)
+    """How it learns from preferences, with training.objective=dpo."""
 
     optimizer: OptimizerConfig = None  # type: ignore[assignment]  # filled in: its schedule ends with the training
     """The update, its learning rate and its clipping."""
@@ -186,6 +190,7 @@ PARTS: dict[str, type] = {
     "data_parallel": DataParallelConfig,
     "data": DataConfig,
     "training": TrainingConfig,
+    "dpo": DPOConfig,
     "optimizer": OptimizerConfig,
     "checkpoint": CheckpointConfig,
 }

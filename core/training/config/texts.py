@@ -24,7 +24,7 @@ def with_token_files(run: RunConfig) -> RunConfig:
         map(is_text, [*data.train, *data.valid, *data.valid_sets.values()])
     ):
         return run
-    texts = _Texts(data)
+    texts = _Texts(data, preferences=run.training.objective == "dpo")
     train = texts.blend(data.train)
     valid = texts.blend(data.valid)
     sets = {name: texts.prefix(text) for name, text in data.valid_sets.items()}
@@ -32,8 +32,9 @@ def with_token_files(run: RunConfig) -> RunConfig:
 
 
 class _Texts:
-    def __init__(self, data: DataConfig) -> None:
+    def __init__(self, data: DataConfig, *, preferences: bool) -> None:
         self._data = data
+        self._preferences = preferences
         self._tokenizer = data.tokenizer
         self._first = True
         # one process per machine: disks may be local
@@ -54,6 +55,7 @@ class _Texts:
                 vocab_size=self._data.vocab_size,
                 writes=self._writes,
                 say=self._say,
+                preferences=self._preferences,
             )
             name = str(path)
         # without one named, the first text's tokenizer reads the others as well

@@ -5,8 +5,8 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,13 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.training.log.json_rows import json_line, json_number, json_rows
 from core.training.log.sinks import SCALAR_NAMES, Sink
-from core.training.log.validation import ValidationRecord, best_of, read_validations
+from core.training.log.validation import (
+    REWARDS,
+    ValidationRecord,
+    best_of,
+    read_validations,
+    rewards_in_words,
+)
 from core.transformer import TransformerConfig
 from core.transformer.flops import multiplications_per_token
 from core.transformer.moe.load import ExpertLoad
@@ -166,13 +172,13 @@ def _expert_load(row: dict[str, Any]) -> ExpertLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One logged step: its loss (nats per token) and tokens of all ranks; rates since the last record.
+    """One logged step: its loss (nats per token, or per pair) and tokens of all ranks; rates since the last record.
 
     mfu: the part of all devices' FLOP/s that the model's own products used, None where no peak is known.
     memory_mib: the most that rank 0 held so far (`memory_mib`). skipped: steps since the last record that changed
     nothing, because a gradient was not finite, or the norm a spike; spikes: the latter. time: seconds since 1970.
     tokens_seen: tokens that the run has read, those before a resume included. experts: of each layer that has some,
-    in order, how evenly they were used.
+    in order, how evenly they were used. rewards: of preferences, means of the step's pairs by TRL's names.
 
     A new field is filled in `run/loop.py`, printed by `line`, drawn by `log/page.py` and sent on by `log/sinks.py`.
     """
@@ -192,6 +198,17 @@ class StepRecord:
     tokens_seen: int | None = None
     experts: tuple[ExpertLoad, ...] = ()
     spikes: int = 0
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def reward_margin(self) -> float | None:
+        """How much more the chosen responses gained than the rejected ones; None without preferences."""
+        return self.rewards.get("rewards/margins")
+
+    @property
+    def reward_accuracy(self) -> float | None:
+        """Share of pairs whose chosen response gained more; None without preferences."""
+        return self.rewards.get("rewards/accuracies")
 
     @property
     def expert_load(self) -> float | None:
@@ -211,8 +228,9 @@ class StepRecord:
     def line(self, total: int) -> str:
         """One line of the console for a step, made to be grepped; a narrow terminal leaves out the last cells."""
         mfu = "" if self.mfu is None else f" | mfu {self.mfu:.1%}"
+        rewards = rewards_in_words(self.rewards)
         return (
-            f"step {self.step:5d}/{total} | loss {self.loss:.4f} | grad norm {self.grad_norm:.4f} | "
+            f"step {self.step:5d}/{total} | loss {self.loss:.4f}{rewards} | grad norm {self.grad_norm:.4f} | "
             f"lr {self.learning_rate:.2e} | {self.tokens_per_s:,.0f} tokens/s{mfu} | {self.step_ms:.1f} ms/step | "
             f"{self.tflops_per_s:.3g} TFLOP/s{self._experts_in_words()}"
         )
@@ -232,12 +250,13 @@ class StepRecord:
             for name, value in asdict(load).items():
                 if name != "layer" and value is not None:
                     known[f"experts/layer_{load.layer:03d}_{name}"] = float(value)
-        return known
+        return known | {f"train/{name}": value for name, value in self.rewards.items()}
 
     def to_json(self) -> dict[str, Any]:
         """For JSON: a value that is not finite, which JSON cannot write, becomes "NaN", "Infinity" or "-Infinity"."""
         values = asdict(self) | {name: getattr(self, name) for name in OF_ALL_LAYERS}
         values["experts"] = [_json_numbers(load) for load in values["experts"]]
+        values |= values.pop("rewards")
         return _json_numbers(values)
 
     @classmethod
@@ -250,7 +269,8 @@ class StepRecord:
                 values[name] = tuple(_expert_load(load) for load in value)
             elif name in known_names:
                 values[name] = float(value) if isinstance(value, str) else value
-        return cls(**values)
+        rewards = {name: float(value) for name, value in row.items() if name.startswith(REWARDS)}
+        return cls(**values, rewards=rewards)
 
 
 class MetricsLog:

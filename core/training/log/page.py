@@ -116,7 +116,10 @@ def columns(records: Sequence[StepRecord]) -> dict[str, list[Any]]:
     """Field -> its value in each record, as JSON has it; fields without records are empty."""
     rows = [record.to_json() for record in records]
     names = [*(field.name for field in fields(StepRecord)), *OF_ALL_LAYERS]
-    return {name: [row[name] for row in rows] for name in names}
+    rewards = [*records[-1].rewards] if records else []
+    # rewards are fields of their own in a row
+    names = [*(name for name in names if name != "rewards"), *rewards]
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def _render(**values: Any) -> str:
@@ -190,10 +193,12 @@ def _figure_tiles(
         if newest.step == best.step:
             told = "the best"
         else:
-            told = f"best {best.bits_per_byte:.3f} at step {best.step:,}"
-        yield tile(name, f"{newest.bits_per_byte:.3f}", f"bits per byte, {told}")
+            told = f"best {best.figure[0]:.3f} at step {best.step:,}"
+        value, unit = newest.figure
+        yield tile(name, f"{value:.3f}", f"{unit}, {told}")
     more = "" if bits is None else f", {last.loss * bits:.3f} bits per byte"
-    yield tile("training loss", f"{last.loss:.4f}", f"nats per token{more}")
+    per = "pair" if last.rewards else "token"
+    yield tile("training loss", f"{last.loss:.4f}", f"nats per {per}{more}")
     yield tile("last gradient norm", f"{last.grad_norm:.3g}", "before clipping")
     if rates := known("tokens_per_s"):
         # the median: first steps compile or load, and others wait for a save
@@ -231,11 +236,13 @@ def curves(
     skipped = [record.step for record in records if record.skipped]
     # bits per byte compare tokenizers; nats per token do not
     factor, unit = (1.0, "nats per token") if scale is None else (scale, "bits per byte")
+    if records[-1].rewards:
+        unit = "nats per pair"
     loss = [record.loss * factor for record in records]
     levels = dict(baselines) if scale is not None else {}
     points: dict[str, list[tuple[int, float]]] = {}
     for record in validations:
-        value = record.loss if scale is None else record.bits_per_byte
+        value = record.loss if scale is None else record.figure[0]
         points.setdefault(record.name, []).append((record.step, value))
     yield Curve(
         key="loss",
@@ -260,6 +267,13 @@ def curves(
         ("learning_rate", "Learning rate", "", 1.0),
         ("tokens_per_s", "Throughput", "tokens/s, all ranks", 1.0),
         ("memory_mib", "Peak memory", "MiB, rank 0", 1.0),
+        ("reward_margin", "Reward margin", "chosen less rejected, mean of the pairs", 1.0),
+        (
+            "reward_accuracy",
+            "Reward accuracy",
+            "share of pairs whose chosen response gained more",
+            1.0,
+        ),
         ("expert_load", "Busiest expert", "its rows over the mean, of all layers", 1.0),
         ("aux_loss", "Auxiliary loss", "mean of the layers, 1: experts are used alike", 1.0),
         ("z_loss", "Router z loss", "mean of the layers", 1.0),

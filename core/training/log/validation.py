@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ from core.training.log.json_rows import json_number, json_rows
 
 # the name of the text that `data.valid` or `data.split` gives
 MAIN = "validation"
+# of preferences, as TRL names them
+REWARDS = "rewards/"
 # the other names stand behind validation_, apart from those of steps
 _OF_THE_ROW = ("step", "time", "tokens_seen")
 
@@ -18,17 +20,26 @@ _OF_THE_ROW = ("step", "time", "tokens_seen")
 class ValidationRecord:
     """The loss (nats per token) of one text after `step` updates. best: no validation of it before was lower.
 
-    time: seconds since 1970. tokens_seen: tokens that the run had read for training.
+    time: seconds since 1970. tokens_seen: tokens that the run had read for training. rewards: of preferences, whose
+    loss is of `tokens` pairs, and which have no bits per byte.
     """
 
     step: int
     name: str
     loss: float
-    bits_per_byte: float
+    bits_per_byte: float | None
     tokens: int
     best: bool = False
     time: float | None = None
     tokens_seen: int | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def figure(self) -> tuple[float, str]:
+        """What is told of it, and in which unit."""
+        if self.bits_per_byte is None:
+            return self.loss, "loss"
+        return self.bits_per_byte, "bits per byte"
 
     @property
     def perplexity(self) -> float:
@@ -38,6 +49,11 @@ class ValidationRecord:
     def line(self, total: int) -> str:
         """One line of the console, at most 80 characters for usual names."""
         best = " | best" if self.best else ""
+        if self.bits_per_byte is None:
+            return (
+                f"step {self.step:5d}/{total} | {self.name} loss {self.loss:.4f}"
+                f"{rewards_in_words(self.rewards)}{best}"
+            )
         return (
             f"step {self.step:5d}/{total} | {self.name} {self.bits_per_byte:.4f} bits per byte | "
             f"perplexity {self.perplexity:.4g}{best}"
@@ -51,22 +67,31 @@ class ValidationRecord:
             "tokens_seen": self.tokens_seen,
         }
         row["validation"] = self.name
-        for key in ("loss", "perplexity", "bits_per_byte", "tokens", "best"):
+        keys = ["loss", "perplexity", "bits_per_byte", "tokens", "best"]
+        if self.bits_per_byte is None:
+            keys = ["loss", "bits_per_byte", "tokens", "best"]
+        for key in keys:
             row[f"validation_{key}"] = json_number(getattr(self, key))
-        return row
+        return row | {f"validation_{name}": value for name, value in self.rewards.items()}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "ValidationRecord":
         """The inverse. Raises KeyError, TypeError, ValueError: a row of something else."""
         values: dict[str, Any] = {"name": row["validation"]}
-        for field in fields(cls):
-            if field.name in _OF_THE_ROW:
-                key = field.name
+        for known in fields(cls):
+            if known.name in _OF_THE_ROW:
+                key = known.name
             else:
-                key = f"validation_{field.name}"
+                key = f"validation_{known.name}"
             if key in row:
                 value = row[key]
-                values[field.name] = float(value) if isinstance(value, str) else value
+                values[known.name] = float(value) if isinstance(value, str) else value
+        prefix = f"validation_{REWARDS}"
+        values["rewards"] = {
+            name.removeprefix("validation_"): float(value)
+            for name, value in row.items()
+            if name.startswith(prefix)
+        }
         return cls(**values)
 
     def scalars(self) -> dict[str, float]:
@@ -77,7 +102,14 @@ class ValidationRecord:
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
         }
-        return {f"{prefix}/{key}": value for key, value in values.items()}
+        if self.bits_per_byte is None:
+            values = {"loss": self.loss, **self.rewards}
+        return {f"{prefix}/{key}": value for key, value in values.items() if value is not None}
+
+
+def rewards_in_words(rewards: Mapping[str, float]) -> str:
+    """` | rewards/chosen 0.0123 | ...`; empty without some."""
+    return "".join(f" | {name} {value:.4f}" for name, value in rewards.items())
 
 
 def perplexity(loss: float) -> float:

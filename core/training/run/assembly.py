@@ -12,6 +12,8 @@ from core.pipeline import Pipeline, SingleStage
 from core.training.config import RunConfig
 from core.training.log.memory import MemoryReport
 from core.training.model.begin import began_as
+from core.training.preferences.loss import DPOLoss
+from core.training.preferences.reference import Preferences, References
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import Corpus
@@ -19,12 +21,14 @@ from core.training.run.facts import facts_of_run
 
 
 class RunParts(NamedTuple):
-    """Around the stages of a model: who sums gradients, updates weights, drives microbatches and saves."""
+    """Around the stages of a model: who sums gradients, updates weights, drives microbatches and saves; and, with
+    `training.objective=dpo`, what it learns from preferences with."""
 
     shard: DataParallel
     optimizer: ShardedOptimizer
     executor: SingleStage | Pipeline
     checkpoints: Checkpoints
+    preferences: Preferences | None
 
 
 def assemble(
@@ -38,8 +42,17 @@ def assemble(
     """Everything that a run needs beside its model and its text; nothing is loaded yet. Collective.
 
     memory: reports what is held, and follows the first step. Raises ValueError: what `build_sharded`,
-    `build_executor` and `Checkpoints` refuse.
+    `build_executor` and `Checkpoints` refuse;
+    preferences without a text that holds them.
     """
+    preferences = None
+    if run.training.objective == "dpo":
+        if corpus is None:
+            raise ValueError(
+                "training.objective=dpo reads the pairs of data.train, and this run has 0 texts; leave out "
+                "`batches`, or give a GPTModel"
+            )
+        preferences = Preferences(DPOLoss(run.dpo, ps), References(corpus, ps))
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     if memory is not None:
@@ -48,6 +61,15 @@ def assemble(
     order = corpus.order if corpus is not None else None
     facts = facts_of_run(stages, corpus, run)
     checkpoints = Checkpoints(
-        run.checkpoint, optimizer, ps, run.data, run.training, say, order, began_as(run), facts
+        run.checkpoint,
+        optimizer,
+        ps,
+        run.data,
+        run.training,
+        say,
+        order,
+        began_as(run),
+        facts,
+        preferences.references if preferences is not None else None,
     )
-    return RunParts(shard, optimizer, executor, checkpoints)
+    return RunParts(shard, optimizer, executor, checkpoints, preferences)

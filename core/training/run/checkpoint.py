@@ -18,6 +18,7 @@ from core.parallel_state import ParallelState
 from core.parallel_state.modules import modules_of
 from core.pipeline.run.ranges import named
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
+from core.training.preferences.reference import References
 from core.training.resume.adapters import model_state, refuse_other_adapters
 from core.training.resume.batch_plan import BatchPlan
 from core.training.resume.other_optimizer import (
@@ -41,7 +42,7 @@ class Checkpoints(AbstractContextManager):
     step; `stopped` is True from then on.
     order: what else the order of the data and its vocabulary depend on; a checkpoint with another one is refused.
     began_as: where the first weights are from, for every manifest; a resumed run keeps what its checkpoint says.
-    run: what else every manifest says of the run (`facts_of_run`).
+    run: what else every manifest says of the run (`facts_of_run`). references: what its preferences are relative to.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Checkpoints(AbstractContextManager):
         order: Mapping[str, Any] | None = None,
         began_as: Mapping[str, str] | None = None,
         run: Mapping[str, Any] | None = None,
+        references: References | None = None,
     ) -> None:
         self.config = config
+        self._references = references
         self.optimizer = optimizer
         self.ps = ps
         self.say = say
@@ -96,7 +99,10 @@ class Checkpoints(AbstractContextManager):
         """Everything that the steps after `step` updates depend on."""
         # a template of another step has the same arrays
         step = max(step, self.plan.start_step)
-        return {
+        state: dict[str, Any] = {}
+        if self._references is not None:
+            state["reference"] = self._references.state()
+        return state | {
             "model": model_state(self.optimizer.shard, self._lora),
             "optimizer": self.optimizer.sharded_state_dict(),
             "training": {"step": step, "samples": self.plan.first_row(step), "order": self._order},
@@ -154,6 +160,8 @@ class Checkpoints(AbstractContextManager):
         """
         compare_models(url, self._model, self.config.change, self.say)
         refuse_other_adapters(url, self._lora)
+        if self._references is not None:
+            self._references.refuse_other(url)
         template = self.state(0)
         template["optimizer"], self._average_begins = fitted_average(
             template["optimizer"], url, self.ps

@@ -9,10 +9,11 @@ from torch import nn
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.parallel_state import ParallelState
-from core.pipeline import SingleStage
+from core.pipeline import LossFn, SingleStage
 from core.training.config import RunConfig, TrainingConfig
 from core.training.log.metrics import StepRecord, read_metrics
 from core.training.model.begin import first_stages
+from core.training.preferences.loss import DPOLoss
 from core.training.resume.batch_plan import BatchPlan, PlannedBatches
 from core.training.run.build import freeze
 from core.training.run.data import BatchSource, Corpus
@@ -25,7 +26,10 @@ MOST_FLOP = 1e13
 
 
 def first_step_alone(
-    full_model: nn.Module, training: TrainingConfig, batches: BatchSource
+    full_model: nn.Module,
+    training: TrainingConfig,
+    batches: BatchSource,
+    loss_fn: LossFn = next_token_loss,
 ) -> FirstStep:
     """Loss and gradient norm of step 0, computed by this process by itself; the model is whole. No collectives."""
     single = ParallelState.single("cpu")
@@ -37,12 +41,12 @@ def first_step_alone(
     executor = SingleStage(
         full_model,
         ps=single,
-        num_microbatches=rows // training.micro_batch_size,
+        num_microbatches=rows // training.rows_per_sample // training.micro_batch_size,
         grad_sync=shard,
         seed=training.seed,
     )
     # the same microbatches in the same order, so that dropout draws the same masks
-    result = executor.step(batch, next_token_loss)
+    result = executor.step(batch, loss_fn)
     stats = optimizer.step(num_tokens=result.num_tokens)
     return FirstStep(float(result.loss), float(stats.grad_norm))
 
@@ -55,14 +59,16 @@ def comparisons(
     corpus: Corpus,
     parameters: int,
     device: torch.device,
+    source: BatchSource | None = None,
 ) -> Iterator[str]:
     """A line for step 0 against one process (`first`: what it saw, of a run that did not resume at `start`), and one
     against `compare_with` for the steps that this run made. Raises ValueError: as `against_run`.
 
     parameters: of the whole model, which one process would hold: a large one, and one that trains on an accelerator
-    (`device`), is compared on request only.
+    (`device`), is compared on request only. source: the batches that it trained on; default: the corpus's.
     """
-    tokens = run.training.global_batch_size * run.data.sequence_length
+    rows = run.training.global_batch_size * run.training.rows_per_sample
+    tokens = rows * run.data.sequence_length
     asked = run.training.compare_first_step
     if start or asked is False or (asked is None and device.type != "cpu"):
         pass
@@ -76,8 +82,11 @@ def comparisons(
         freeze(stages, run.optimizer, single)
         (full_model,) = stages.values()
         plan = BatchPlan(global_batch_size=run.training.global_batch_size, ramp=run.training.ramp)
-        batches = PlannedBatches(corpus.train, lambda: plan)
-        yield first.against(first_step_alone(full_model, run.training, batches))
+        batches = PlannedBatches(source or corpus.train, lambda: plan)
+        loss_fn: LossFn = next_token_loss
+        if run.training.objective == "dpo":
+            loss_fn = DPOLoss(run.dpo, single)
+        yield first.against(first_step_alone(full_model, run.training, batches, loss_fn))
     if run.training.compare_with is not None:
         own_records = [record for record in records if record.step > start]
         yield against_run(own_records, run.training.compare_with)

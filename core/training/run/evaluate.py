@@ -3,16 +3,18 @@
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
 
-from core.datasets import IGNORED_LABEL, bits_per_byte
+from core.datasets import IGNORED_LABEL, PreferenceBatches, bits_per_byte
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import LossFn, StepResult
 from core.training.config.data import OF_AVERAGE
+from core.training.preferences.loss import DPOLoss
+from core.training.preferences.reference import Preferences
 from core.training.run.data import Corpus
 from core.training.run.loader import local_batches
 
@@ -52,15 +54,19 @@ def next_token_loss(output: Tensor, microbatch: Mapping[str, Tensor]) -> tuple[T
 
 @dataclass(frozen=True)
 class TextLoss:
-    """What a model paid for a text: `loss_sum` in nats, over `tokens` labels that stand for `num_bytes` bytes."""
+    """What a model paid for a text: `loss_sum` in nats, over `tokens` labels that stand for `num_bytes` bytes.
+
+    rewards: of preferences, by TRL's names; their loss is over `tokens` pairs, and has no bytes.
+    """
 
     loss_sum: float
     tokens: int
     num_bytes: int
+    rewards: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
-        """The mean over the labels, in nats per token."""
+        """The mean over the labels, in nats per token, or over the pairs."""
         return self.loss_sum / max(1, self.tokens)
 
     @property
@@ -70,16 +76,21 @@ class TextLoss:
 
 
 def evaluate_text(
-    executor: StepExecutor, batches: Iterable[Mapping[str, Tensor]], num_bytes: int
+    executor: StepExecutor,
+    batches: Iterable[Mapping[str, Tensor]],
+    num_bytes: int,
+    dpo: DPOLoss | None = None,
 ) -> TextLoss:
-    """Forward over all batches of a text of so many bytes. Collective: every rank calls it."""
+    """Forward over all batches of a text of so many bytes, or of preferences. Collective: every rank calls it."""
+    if dpo is not None:
+        dpo.begin()
     loss_sum = 0.0
     tokens = 0
     for batch in batches:
-        result = executor.evaluate(batch, next_token_loss)
+        result = executor.evaluate(batch, dpo or next_token_loss)
         loss_sum = loss_sum + float(result.loss_sum)
         tokens = tokens + int(result.num_tokens)
-    return TextLoss(loss_sum, tokens, num_bytes)
+    return TextLoss(loss_sum, tokens, num_bytes, dpo.rewards() if dpo is not None else {})
 
 
 def evaluate_bits_per_byte(
@@ -90,9 +101,12 @@ def evaluate_bits_per_byte(
 
 
 def evaluate_texts(
-    executor: StepExecutor, corpus: Corpus, ps: ParallelState
+    executor: StepExecutor,
+    corpus: Corpus,
+    ps: ParallelState,
+    preferences: Preferences | None = None,
 ) -> dict[str, TextLoss]:
-    """Name -> loss of each validation text of a corpus. Collective."""
+    """Name -> loss of each validation text of a corpus, or of its preferences. Collective."""
     to_device = local_batches(ps)
     rank = ps.index("dp")
     size = ps.size("dp")
@@ -102,6 +116,11 @@ def evaluate_texts(
         batches = _with_progress(
             text.validation(rank, size), name, text.validation_batches if ps.rank == 0 else 0
         )
+        if preferences is not None:
+            assert isinstance(text.valid, PreferenceBatches)
+            pairs = map(preferences.references.attach(text.valid), batches)
+            losses[name] = evaluate_text(executor, map(to_device, pairs), 0, preferences.loss)
+            continue
         losses[name] = evaluate_text(executor, map(to_device, batches), len(text.valid_text))
     return losses
 
@@ -125,13 +144,17 @@ def _with_progress(
 
 
 def validate(
-    executor: StepExecutor, corpus: Corpus, ps: ParallelState, optimizer: ShardedOptimizer
+    executor: StepExecutor,
+    corpus: Corpus,
+    ps: ParallelState,
+    optimizer: ShardedOptimizer,
+    preferences: Preferences | None = None,
 ) -> dict[str, TextLoss]:
     """As `evaluate_texts`; where weights are averaged also of the average, as NAME.ema. Collective."""
-    losses = evaluate_texts(executor, corpus, ps)
+    losses = evaluate_texts(executor, corpus, ps, preferences)
     if optimizer.averages:
         # the average takes the place of the weights meanwhile, on all ranks
         with optimizer.averaged():
-            averaged = evaluate_texts(executor, corpus, ps)
+            averaged = evaluate_texts(executor, corpus, ps, preferences)
         losses |= {f"{name}{OF_AVERAGE}": text for name, text in averaged.items()}
     return losses

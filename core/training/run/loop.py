@@ -15,6 +15,7 @@ from core.training.config import TrainingConfig
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib
 from core.training.log.profile import StepProfiler
 from core.training.log.validation import MAIN, ValidationRecord
+from core.training.preferences.loss import DPOLoss
 from core.training.run.evaluate import StepExecutor, TextLoss, next_token_loss
 from core.transformer.moe.load import ExpertLoad
 
@@ -109,7 +110,13 @@ class _Meter:
         self._spikes = self._spikes + (stats.skipped & ~stats.found_inf)
 
     def record(
-        self, step: int, loss: float, learning_rate: float, stats: StepStats, tokens: Tensor
+        self,
+        step: int,
+        loss: float,
+        learning_rate: float,
+        stats: StepStats,
+        tokens: Tensor,
+        rewards: Mapping[str, float],
     ) -> StepRecord:
         """What is logged of step number `step` (from 0), with the rates since the last record."""
         spikes = int(self._spikes)
@@ -137,6 +144,7 @@ class _Meter:
             tokens_seen=self.tokens_seen(step),
             experts=tuple(self._experts()) if self._experts is not None else (),
             spikes=spikes,
+            rewards=rewards,
         )
 
     def tokens_seen(self, step: int) -> int | None:
@@ -164,18 +172,21 @@ class _Meter:
 class _Progress:
     """Tells a progress bar each step's loss: of an accelerator that of the step before, which is known already."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_step: Callable[[int, float], None] | None) -> None:
+        self._every_step = every_step
         self._before: HostCopy | None = None
 
-    def show(self, step: int, loss: Tensor, every_step: Callable[[int, float], None]) -> None:
+    def show(self, step: int, loss: Tensor) -> None:
         """`step` updates are made, the last one with `loss`."""
+        if self._every_step is None:
+            return
         latest = HostCopy(loss)
         if self._before is None or not reading_waits(loss.device):
             shown = latest
         else:
             shown = self._before
         self._before = latest
-        every_step(step, shown.read())
+        self._every_step(step, shown.read())
 
 
 class _Reporter:
@@ -188,8 +199,10 @@ class _Reporter:
         meter: _Meter,
         log: MetricsLog,
         say: Callable[[str], None],
+        dpo: DPOLoss | None,
     ) -> None:
         self._config = config
+        self._dpo = dpo
         self._optimizer = optimizer
         self._meter = meter
         self._log = log
@@ -199,7 +212,9 @@ class _Reporter:
         self, step: int, loss: float, learning_rate: float, stats: StepStats, num_tokens: Tensor
     ) -> None:
         """Record a step and tell it. Raises RuntimeError: its loss is not a number."""
-        record = self._meter.record(step, loss, learning_rate, stats, num_tokens)
+        # every rank logs the same steps: this is collective
+        rewards = self._dpo.rewards() if self._dpo is not None else {}
+        record = self._meter.record(step, loss, learning_rate, stats, num_tokens, rewards)
         # every rank logs the same steps: all take part in the collective of `non_finite`, and raise, or none does
         if record.loss != record.loss:
             raise RuntimeError(
@@ -244,13 +259,14 @@ class _Reporter:
                 step=step + 1,
                 name=name,
                 loss=text.loss,
-                bits_per_byte=text.bits_per_byte,
+                bits_per_byte=None if text.rewards else text.bits_per_byte,
+                rewards=text.rewards,
                 tokens=text.tokens,
                 time=time.time(),
                 tokens_seen=self._meter.tokens_seen(step),
             )
             self._say(self._log.add_validation(record).line(self._config.train_steps))
-        if MAIN in losses:
+        if MAIN in losses and not losses[MAIN].rewards:
             return losses[MAIN].bits_per_byte
         return None
 
@@ -276,6 +292,7 @@ def train(
     tokens_per_step: int = 0,
     profiler: StepProfiler | None = None,
     experts: Callable[[], Sequence[ExpertLoad]] | None = None,
+    dpo: DPOLoss | None = None,
 ) -> FirstStep:
     """Run steps `start` .. train_steps - 1; `batch_of(step)` gives this rank's rows of the global batch.
 
@@ -283,21 +300,20 @@ def train(
     `metrics.total_peak_flops`) that the model used; `every_step(step, loss)` moves a progress bar;
     `validate()` evaluates each validation text, every `eval_interval` steps and at the end; `checkpoints` saves, and
     may end the run early. For the records: tokens_per_step of all ranks (0: not told), experts() (collective), how
-    evenly the last step used them. profiler: of some steps. Returns what the first step computed. Raises
-    RuntimeError: a NaN loss. ValueError: no step left to run.
+    evenly the last step used them. profiler: of some steps. dpo: the loss of preferences; default: the next token's.
+    Returns what the first step computed. Raises RuntimeError: a NaN loss. ValueError: no step left to run.
     """
     _refuse_no_steps(start, config.train_steps)
     executor.step_index = start  # dropout seeds are a function of the step
-    progress, first_step = _Progress(), None
+    progress, first_step = _Progress(every_step), None
     meter = _Meter(start, flops_per_token, peak_flops, tokens_per_step, experts)
-    reporter = _Reporter(config, optimizer, meter, log, say)
+    reporter = _Reporter(config, optimizer, meter, log, say, dpo)
     for step in range(start, config.train_steps):
-        if profiler is not None:
-            profiler.before(step)
         learning_rate = optimizer.learning_rate
-        batch = _batch(batch_of, step)
-        result, stats = update(executor, optimizer, batch, next_token_loss, checkpoints)
-        meter.add(result.num_tokens, stats)
+        batch = _batch(batch_of, step, profiler)
+        result, stats = update(executor, optimizer, batch, dpo or next_token_loss, checkpoints)
+        num_tokens = result.num_tokens if dpo is None else dpo.tokens(batch)
+        meter.add(num_tokens, stats)
 
         # log: decided by the configuration alone, as validation is collective and only one rank has a progress bar
         last = step == config.train_steps - 1
@@ -307,9 +323,8 @@ def train(
             loss = float(result.loss_sum) / max(1, int(result.num_tokens))
             first_step = first_step or FirstStep(loss, float(stats.grad_norm))
             if is_logged:
-                reporter.step(step, loss, learning_rate, stats, result.num_tokens)
-        if every_step is not None:
-            progress.show(step + 1, result.loss, every_step)
+                reporter.step(step, loss, learning_rate, stats, num_tokens)
+        progress.show(step + 1, result.loss)
 
         begin = time.perf_counter()  # validating and saving are outside of the throughput
         bits = reporter.validation(step, validate if is_validated else None)
@@ -341,7 +356,11 @@ def _save(
     return checkpoints.after_step(step, last=last, metrics=metrics)
 
 
-def _batch(batch_of: Callable[[int], Mapping[str, Tensor]], step: int) -> Mapping[str, Tensor]:
+def _batch(
+    batch_of: Callable[[int], Mapping[str, Tensor]], step: int, profiler: StepProfiler | None
+) -> Mapping[str, Tensor]:
+    if profiler is not None:
+        profiler.before(step)
     with named("data"):
         return batch_of(step)
 
@@ -355,8 +374,11 @@ def update(
 ) -> tuple[StepResult, StepStats]:
     """One step on this data rank's rows: forward, backward, gradient reduction, then gradient clipping and update.
 
-    Gradients are divided by the tokens of the global batch. `checkpoints` hears when parameters are about to change.
+    Gradients are divided by the tokens (the pairs) of the global batch. `checkpoints` hears when parameters are about
+    to change.
     """
+    if isinstance(loss_fn, DPOLoss):
+        loss_fn.begin()
     optimizer.zero_grad()
     result = executor.step(batch, loss_fn, optimizer.loss_scale)
     if checkpoints is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from core.datasets import ConversationBatches
+from core.datasets import ConversationBatches, PreferenceBatches
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import note_on_bf16
 from core.pipeline import Pipeline, SingleStage, Timeline
@@ -109,6 +109,15 @@ def describe(
         )
     train_tokens, valid_tokens = corpus.num_tokens
     say(f"text: {train_tokens:,} tokens to train on, {valid_tokens:,} to validate")
+    if isinstance(pairs := corpus.train, PreferenceBatches):
+        longer = ""
+        if pairs.truncated:
+            longer = f", {pairs.truncated:,} responses are longer and lose their end"
+        smoothing = f", label smoothing {run.dpo.label_smoothing}" * bool(run.dpo.label_smoothing)
+        say(
+            f"preferences: {pairs.num_samples:,} pairs of two rows of {pairs.sequence_length:,} tokens{longer}; the "
+            f"loss is DPO's ({run.dpo.loss_type}), beta {run.dpo.beta}{smoothing}"
+        )
     if isinstance(train := corpus.train, ConversationBatches):
         longer = ""
         if train.truncated:
@@ -165,7 +174,11 @@ def tell(
         f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n{sample.written}\n---"
     )
     # later ones replace earlier ones
-    last = {record.name: record.bits_per_byte for record in log.validations}
+    last = {
+        record.name: record.bits_per_byte
+        for record in log.validations
+        if record.bits_per_byte is not None
+    }
     if baselines or last:
         say(
             "bits per byte: "

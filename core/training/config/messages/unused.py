@@ -42,6 +42,11 @@ def _reasons_by_field(values: Mapping[str, Any]) -> dict[str, str]:
         reasons |= dict.fromkeys(
             ("checkpoint.keep_best_count", "checkpoint.keep_best_mode"), _KEEP_BEST
         )
+    if values["training.objective"] != "dpo":
+        reasons |= dict.fromkeys(
+            ("dpo.beta", "dpo.label_smoothing", "dpo.loss_type"),
+            "training.objective=next_token learns from no preferences",
+        )
     if values["checkpoint.directory"] is None:
         names = ("keep_last", "keep_every", "keep_hours", "keep_best", "asynchronous", "on_failure")
         reasons |= {

@@ -12,6 +12,10 @@ from core.parallel_state.config import raise_all
 class TrainingConfig:
     """How long, in which batches, and what is logged. Raises ValueError with every rule that is broken."""
 
+    objective: Literal["next_token", "dpo"] = "next_token"
+    """next_token: every label alike. dpo: preferences, pairs of a chosen and a rejected response to one prompt; a row
+    of the batch sizes is then a pair, two rows of sequence_length tokens."""
+
     train_steps: int = 200
     """Updates of the whole run, those before a resume included."""
 
@@ -93,6 +97,10 @@ class TrainingConfig:
         for name in ("train_steps", "global_batch_size", "micro_batch_size", "log_interval"):
             yield getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1"
         yield from self._ramp_rules()
+        yield (
+            self.objective in ("next_token", "dpo"),
+            f"unknown objective {self.objective!r}; known: next_token, dpo",
+        )
         yield (
             self.train_steps <= MOST_STEPS,
             f"train_steps={self.train_steps} must be at most 2**62",
@@ -185,6 +193,11 @@ class TrainingConfig:
             f"{setting} does not lead to global_batch_size={whole} in steps of {increment}; use a start that lies a "
             "multiple of the increment below it",
         )
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Rows of `data.sequence_length` tokens that one row of the batch sizes is: a pair has two."""
+        return 2 if self.objective == "dpo" else 1
 
     @property
     def profiled_steps(self) -> tuple[int, int] | None:

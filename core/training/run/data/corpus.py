@@ -15,6 +15,7 @@ from core.datasets import (
     ConversationBatches,
     GPTBatches,
     Packing,
+    PreferenceBatches,
     TokenFile,
     TokenRange,
     TokenSource,
@@ -66,8 +67,9 @@ class Corpus:
 
     def check_stages(self, stages: Mapping[int, nn.Module]) -> None:
         """Raise ValueError where none of these stages takes what batches tell of documents."""
-        tells = self.data.reset_attention_mask or any(
-            source.marks_answers for _, source in self.train_parts
+        tells = not self.holds_preferences and (
+            self.data.reset_attention_mask
+            or any(source.marks_answers for _, source in self.train_parts)
         )
         taken = [name for module in stages.values() for name in forward_arguments(module)]
         if tells and stages and "document_begin" not in taken:
@@ -77,6 +79,11 @@ class Corpus:
                 f"which forward of {kinds} does not take among its {len(taken)} arguments: attention would cross "
                 "documents; take it (visible_mask of core.context_parallel makes a bool mask of it)"
             )
+
+    @property
+    def holds_preferences(self) -> bool:
+        """Whether it trains on pairs of a chosen and a rejected response."""
+        return any(source.holds_preferences for _, source in self.train_parts)
 
     @cached_property
     def train(self) -> GPTBatches | BlendedBatches | StreamedBatches:
@@ -202,8 +209,10 @@ class Corpus:
         """Of the training text, estimated from its first tokens; it turns a loss in nats per token into bits per
         byte.
 
-        Of a blend, weighted by how often a text is drawn.
+        Of a blend, weighted by how often a text is drawn; 0 of preferences, whose loss is of pairs.
         """
+        if self.holds_preferences:
+            return 0.0
         weighted_bytes = total_weight = 0.0
         for blend_weight, source in self.train_parts:
             tokens = source.tokens(0, min(source.num_tokens, _SAMPLED_TOKENS))
@@ -221,8 +230,8 @@ class Corpus:
 
     @cached_property
     def baselines(self) -> dict[str, float]:
-        """Bits per byte of the validation text without a model, by name."""
-        text = self.valid_text
+        """Bits per byte of the validation text without a model, by name; none of preferences."""
+        text = b"" if self.holds_preferences else self.valid_text
         if not text:
             return {}
         return {"unigram": unigram_bits_per_byte(text), "gzip -9": gzip_bits_per_byte(text)}
@@ -248,11 +257,14 @@ class Corpus:
         conversations = [source for _, source in parts if source.marks_answers]
         if conversations and len(parts) > 1:
             raise ValueError(
-                f"{len(conversations)} of {len(parts)} texts are conversations, which are no part of a blend; "
-                "prepare them into one file (--input takes several)"
+                f"{len(conversations)} of {len(parts)} texts are conversations or preferences, which are no part of "
+                "a blend; prepare them into one file (--input takes several)"
             )
         if conversations:
-            return ConversationBatches(
+            kind: type[ConversationBatches] | type[PreferenceBatches] = ConversationBatches
+            if conversations[0].holds_preferences:
+                kind = PreferenceBatches
+            return kind(
                 token_file=conversations[0],
                 sequence_length=data.sequence_length,
                 global_batch_size=rows,

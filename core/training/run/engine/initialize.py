@@ -21,6 +21,7 @@ from core.training.config import RunConfig, same_on_all_ranks
 from core.training.config.texts import with_token_files
 from core.training.model.begin import begin
 from core.training.model.weights import load_weights
+from core.training.preferences.reference import first_batches
 from core.training.resume.batch_plan import PlannedBatches
 from core.training.resume.same_run import refuse_another_run
 from core.training.run.assembly import assemble
@@ -66,6 +67,7 @@ def initialize(
     joins_world = not is_initialized()
     world_size = started_processes() if joins_world else world()[1]
     run = _checked_run(_run_config(config), model, world_size)
+    _refuse_two_losses(run, loss_fn)
     # configuration first: its mistakes are reported before any process group exists
     device = _join_world(run, joins_world=joins_world)
     ps = _parallel_state(run, model, device)
@@ -73,32 +75,50 @@ def initialize(
         atexit.register(_leave_groups, ps)
 
     # the text, the model, data parallelism and the optimizer, the executor, the checkpoints
-    corpus = None
-    if batches is None and _is_gpt(model):
-        corpus = open_corpus(run.data, run.training, ps)
-        if model is None:
-            refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
+    corpus = _open_text(run, model, ps) if batches is None and _is_gpt(model) else None
     stages = _build_stages(run, model, corpus, ps)
-    _, optimizer, executor, checkpoints = assemble(stages, run, corpus, ps, _say_on_first_rank(ps))
-    source = batches if corpus is None else corpus.train
+    say = _say_on_first_rank(ps)
+    _, optimizer, executor, checkpoints, preferences = assemble(stages, run, corpus, ps, say)
     # load before the loader is made: it begins with the batch after the checkpoint's
     start = checkpoints.resume()
-    train_steps = run.training.train_steps
+    source = batches
+    if corpus is not None:
+        source = first_batches(corpus, preferences, executor, start, say)
+    loss_fn = preferences.loss if preferences is not None else loss_fn
     training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
     if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
         # as in DeepSpeed: without a microbatch size every `step` updates
         training_model.accumulation = 1
     if source is not None:
-        accumulation = training_model.gradient_accumulation_steps()
         source = PlannedBatches(source, lambda: checkpoints.plan)
+        accumulation = training_model.gradient_accumulation_steps()
+        steps = run.training.train_steps
         training_model.loader = Loader(
-            source, ps, train_steps, start, lambda: checkpoints.stopped, accumulation
+            source, ps, steps, start, lambda: checkpoints.stopped, accumulation
         )
     # runs before the world is left: the last registered is the first
     atexit.register(checkpoints.close)
     return Initialized(
         training_model, optimizer, training_model.lr_scheduler, training_model.loader
     )
+
+
+def _open_text(
+    run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, ps: ParallelState
+) -> Corpus:
+    """The text of `run.data`. Raises ValueError: it is not that of the checkpoint that the run goes on from."""
+    corpus = open_corpus(run.data, run.training, ps)
+    if model is None:
+        refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
+    return corpus
+
+
+def _refuse_two_losses(run: RunConfig, loss_fn: LossFn) -> None:
+    if run.training.objective == "dpo" and loss_fn is not next_token_loss:
+        raise ValueError(
+            "initialize was given a loss_fn, and training.objective=dpo is another: 2 losses for one run; leave one "
+            "of them out"
+        )
 
 
 def _join_world(run: RunConfig, *, joins_world: bool) -> torch.device:
