@@ -31,7 +31,8 @@ STRIP = 1024
 class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention; no parameters.
 
-    `softmax_scale` of the configuration takes the place of 1 / sqrt(d).
+    The configuration's `score_scale` takes the place of 1 / sqrt(d). Values may be of another size than keys (latent
+    attention): the fused kernels are given zeros beside the smaller ones.
 
     In a layer with a window a token sees that many tokens, itself included (Mistral 7B, arXiv 2310.06825).
     Context ranks exchange keys, or heads; at cp 1 there are no collectives.
@@ -44,7 +45,10 @@ class CoreAttention(nn.Module):
         super().__init__()
         config = build.config
         self.grouped = config.groups != config.num_attention_heads
-        self.softmax_scale = config.softmax_scale
+        # None: 1 / sqrt(d), which torch computes itself
+        scale = config.score_scale(build.layer)
+        has_other_scale = scale != config.head_size**-0.5 or config.multi_latent_attention
+        self.softmax_scale = scale if has_other_scale else None
         self.dropout = Dropout(build, config.attention_dropout, "attention", sharded=True)
         if config.windows is not None:
             self.window = config.windows[build.layer]
@@ -56,11 +60,24 @@ class CoreAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None" = None
     ) -> Tensor:
-        """q [b, a/tp, n, d], k and v [b, g/tp, t, d] -> [b, a/tp, n, d]; the n queries are the last of t tokens.
+        """q [b, a/tp, n, d], k [b, g/tp, t, d], v [b, g/tp, t, d'] -> [b, a/tp, n, d'].
+
+        The n queries are the last of t tokens.
 
         Over context ranks n = t = s/cp. attention_mask: None is causal, else documents, or bool [b, 1, n, t], True =
         masked out (on one context rank).
         """
+        size = v.shape[3]
+        if size == q.shape[3]:
+            return self._attended(q, k, v, attention_mask)
+        width = max(size, q.shape[3])
+        q, k, v = (F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
+        return self._attended(q, k, v, attention_mask)[..., :size]
+
+    def _attended(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None"
+    ) -> Tensor:
+        """Where values are as wide as keys."""
         if self.training:
             p = self.dropout.p
         else:
