@@ -159,6 +159,7 @@ class TransformerConfig:
     moe_router_topk_scaling_factor: float | None = None  # of the weights
     moe_router_num_groups: int | None = None  # experts are chosen from the best groups only
     moe_router_group_topk: int | None = None  # so many groups
+    moe_router_group_score_topk: int = 2  # by the sum of so many of their largest scores
     # added to scores for the choice; moves after each step
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3  # by so much
