@@ -70,8 +70,11 @@ class CoreAttention(nn.Module):
         size = v.shape[3]
         if size == q.shape[3]:
             return self._attended(q, k, v, attention_mask)
+        # zeros add nothing to scores, and their columns of the output are cut off
         width = max(size, q.shape[3])
-        q, k, v = (F.pad(x, (0, width - x.shape[3])) for x in (q, k, v))
+        q = _as_wide_as(width, q)
+        k = _as_wide_as(width, k)
+        v = _as_wide_as(width, v)
         return self._attended(q, k, v, attention_mask)[..., :size]
 
     def _attended(
@@ -190,6 +193,13 @@ class CoreAttention(nn.Module):
             )
             outputs.append(attended)
         return torch.cat(outputs, 2)
+
+
+def _as_wide_as(width: int, x: Tensor) -> Tensor:
+    """[..., d] with zeros up to `width`."""
+    if x.shape[-1] == width:
+        return x
+    return F.pad(x, (0, width - x.shape[-1]))
 
 
 class SelfAttention(nn.Module):
