@@ -144,6 +144,42 @@ def sigmoid_router(self, x):
     return logits, self.routed_scaling_factor * weights / (weights.sum(-1, keepdim=True) + 1e-20), chosen
 
 
+def exactly_deepseek(patch, norm):
+    """The same of both DeepSeeks: rotations of pairs of neighbours, softmax and sigmoid routers."""
+
+    def latent_rotary(self, x, position_ids):
+        angle = position_ids[..., None].double() * frequencies(self.config, 2 * len(self.inv_freq))
+        angle = torch.cat((angle, angle), -1)
+        return angle.cos() * self.attention_scaling, angle.sin() * self.attention_scaling
+
+    def complex_rotary(self, x, position_ids):
+        angle = position_ids[..., None].double() * frequencies(self.config, 2 * len(self.inv_freq))
+        return torch.polar(torch.ones_like(angle), angle) * self.attention_scaling
+
+    def turn(q, k, factors):
+        pairs = [torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k)]
+        return tuple(torch.view_as_real(pair * factors[:, None]).flatten(3) for pair in pairs)
+
+    def greedy_router(self, x):
+        logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        scores = logits.softmax(-1)
+        if self.topk_method == "group_limited_greedy":
+            by_group = scores.unflatten(-1, (self.num_group, -1))
+            best = by_group.amax(-1).topk(self.topk_group).indices
+            kept = torch.zeros_like(by_group[..., 0]).scatter_(1, best, 1.0)
+            scores = (by_group * kept[..., None]).flatten(1)
+        weights, chosen = scores.topk(self.top_k)
+        return logits, self.routed_scaling_factor * weights, chosen
+
+    patch.setattr(modeling_deepseek_v3.DeepseekV3RMSNorm, "forward", norm)
+    patch.setattr(modeling_deepseek_v3.DeepseekV3RotaryEmbedding, "forward", latent_rotary)
+    patch.setattr(modeling_deepseek_v3.DeepseekV3TopkRouter, "forward", sigmoid_router)
+    patch.setattr(modeling_deepseek_v2.DeepseekV2RMSNorm, "forward", norm)
+    patch.setattr(modeling_deepseek_v2.DeepseekV2RotaryEmbedding, "forward", complex_rotary)
+    patch.setattr(modeling_deepseek_v2, "apply_rotary_emb", turn)
+    patch.setattr(modeling_deepseek_v2.DeepseekV2TopkRouter, "forward", greedy_router)
+
+
 def exactly(patch):
     """Their parts that compute in float32, in float64."""
     in_float64(patch)
@@ -178,37 +214,7 @@ def exactly(patch):
     patch.setattr(modeling_glm4_moe.Glm4MoeRotaryEmbedding, "forward", rotary)
     patch.setattr(modeling_glm4_moe.Glm4MoeTopkRouter, "forward", sigmoid_router)
 
-    def latent_rotary(self, x, position_ids):
-        angle = position_ids[..., None].double() * frequencies(self.config, 2 * len(self.inv_freq))
-        angle = torch.cat((angle, angle), -1)
-        return angle.cos() * self.attention_scaling, angle.sin() * self.attention_scaling
-
-    def complex_rotary(self, x, position_ids):
-        angle = position_ids[..., None].double() * frequencies(self.config, 2 * len(self.inv_freq))
-        return torch.polar(torch.ones_like(angle), angle) * self.attention_scaling
-
-    def turn(q, k, factors):
-        pairs = [torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k)]
-        return tuple(torch.view_as_real(pair * factors[:, None]).flatten(3) for pair in pairs)
-
-    def greedy_router(self, x):
-        logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
-        scores = logits.softmax(-1)
-        if self.topk_method == "group_limited_greedy":
-            by_group = scores.unflatten(-1, (self.num_group, -1))
-            best = by_group.amax(-1).topk(self.topk_group).indices
-            kept = torch.zeros_like(by_group[..., 0]).scatter_(1, best, 1.0)
-            scores = (by_group * kept[..., None]).flatten(1)
-        weights, chosen = scores.topk(self.top_k)
-        return logits, self.routed_scaling_factor * weights, chosen
-
-    patch.setattr(modeling_deepseek_v3.DeepseekV3RMSNorm, "forward", norm)
-    patch.setattr(modeling_deepseek_v3.DeepseekV3RotaryEmbedding, "forward", latent_rotary)
-    patch.setattr(modeling_deepseek_v3.DeepseekV3TopkRouter, "forward", sigmoid_router)
-    patch.setattr(modeling_deepseek_v2.DeepseekV2RMSNorm, "forward", norm)
-    patch.setattr(modeling_deepseek_v2.DeepseekV2RotaryEmbedding, "forward", complex_rotary)
-    patch.setattr(modeling_deepseek_v2, "apply_rotary_emb", turn)
-    patch.setattr(modeling_deepseek_v2.DeepseekV2TopkRouter, "forward", greedy_router)
+    exactly_deepseek(patch, norm)
 
     def gemma_norm(self, x):
         return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))

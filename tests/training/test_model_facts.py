@@ -148,12 +148,13 @@ CONTRADICTIONS = {
     "unknown": ({"preset": "llama-8"}, "unknown preset 'llama-8'; did you mean llama-8b? known: llama-60m"),
     "style": ({"preset": "gpt2-124m", "style": "llama"}, "style=llama contradicts preset=gpt2-124m, whose style is"),
     "rotary": ({"style": "gpt2", "rotary_base": 5e5}, "rotary_base=500000.0 is of rotary positions, position_embe"),
-    "scaling": ({"rotary_scaling": {"kind": "yarn", "factor": 2}}, "unknown kind 'yarn'; known: linear, llama3"),
+    "scaling": ({"rotary_scaling": {"kind": "ntk", "factor": 2}}, "unknown kind 'ntk'; known: linear, llama3, yarn"),
     "scaling's field": ({"rotary_scaling": {"kin": "yarn"}}, "rotary_scaling has kin; known: kind, factor, low_freq"),
     "scaling's factor": ({"rotary_scaling": {"kind": "linear"}}, "missing 1 required"),
     "window": ({"windows": ["0"]}, "windows holds '0'; whole numbers of at least 1 and None are windows"),
     "positions": ({"position_embedding_type": "alibi"}, "unknown position_embedding_type 'alibi'; known: rope"),
     "function": ({"build": "mine"}, "build='mine' is no function; write package.module:function"),
+    "latents": ({"kv_lora_rank": 8}, "kv_lora_rank=8 without multi_latent_attention; set that too, or leave"),
     "two models": ({"build": "a:b", "preset": "llama-8b"}, "model.preset=llama-8b and model.build=a:b are 2 models"),
 }
 
