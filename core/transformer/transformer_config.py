@@ -24,7 +24,8 @@ class RotaryScaling:
     `original_max_position_embeddings / high_freq_factor` stay, between them it is interpolated (Llama 3.1). yarn
     (arXiv 2309.00071): pairs of dims that turn more than `beta_fast` times in the original length stay, those that
     turn less than `beta_slow` times are divided, between them it is interpolated by the pair's number; with m(c) =
-    0.1 c ln(factor) + 1, cos and sin are multiplied by m(mscale) / m(mscale_all_dim), scores by m(mscale_all_dim)^2.
+    0.1 c ln(factor) + 1, cos and sin are multiplied by m(mscale) / m(mscale_all_dim) (or by `attention_factor`, if
+    given), scores by m(mscale_all_dim)^2.
 
     Raises ValueError with every rule that does not hold.
     """
@@ -38,6 +39,7 @@ class RotaryScaling:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
         low = self.low_freq_factor
@@ -55,13 +57,24 @@ class RotaryScaling:
             ),
             (original >= 1, f"original_max_position_embeddings={original} must be at least 1"),
             (
-                0 < self.beta_slow < self.beta_fast,
-                f"beta_slow={self.beta_slow} must lie between 0 and beta_fast={self.beta_fast}",
+                0 < self.beta_slow <= self.beta_fast,
+                f"beta_slow={self.beta_slow} must be positive, and at most beta_fast={self.beta_fast}",
             ),
         ]
         for name in ("mscale", "mscale_all_dim"):
             value = getattr(self, name)
             rules.append((0 <= value < inf, f"{name}={value} must not be negative, and finite"))
+        given = self.attention_factor
+        rules += [
+            (
+                given is None or 0 < given < inf,
+                f"attention_factor={given} must be positive, and finite",
+            ),
+            (
+                given is None or self.kind == "yarn",
+                f"attention_factor={given} with kind={self.kind!r}: only yarn has one; leave it out",
+            ),
+        ]
         raise_all("RotaryScaling", rules)
 
     def _magnitude(self, coefficient: float) -> float:
@@ -73,6 +86,8 @@ class RotaryScaling:
     @property
     def table_factor(self) -> float:
         """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
         return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
 
     @property

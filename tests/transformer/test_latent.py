@@ -71,8 +71,9 @@ def test_sizes_that_are_not_given_are_megatrons():
 @pytest.mark.parametrize(
     "scaling, message",
     [
-        ({"beta_fast": 1.0, "beta_slow": 2.0}, "beta_slow=2.0 must lie between 0 and beta_fast=1.0"),
+        ({"beta_fast": 1.0, "beta_slow": 2.0}, "beta_slow=2.0 must be positive, and at most beta_fast=1.0"),
         ({"mscale": -1.0}, "mscale=-1.0 must not be negative"),
+        ({"attention_factor": 0.0}, "attention_factor=0.0 must be positive"),
         ({"mscale_all_dim": math.inf}, "mscale_all_dim=inf must not be negative, and finite"),
     ],
 )
@@ -87,6 +88,7 @@ def test_what_yarn_multiplies():
     assert YARN.score_factor == pytest.approx((0.1 * math.log(40) + 1) ** 2)
     tables_only = replace(YARN, mscale_all_dim=0.0)
     assert (tables_only.table_factor, tables_only.score_factor) == (pytest.approx(0.1 * math.log(40) + 1), 1.0)
+    assert replace(YARN, attention_factor=0.7).table_factor == 0.7
     assert small(rotary_scaling=YARN).score_scale(0) == 10**-0.5 * YARN.score_factor
     assert small(rotary_scaling=YARN, softmax_scale=0.3).score_scale(0) == 0.3
     by_layer = (None, RotaryConfig(scaling=YARN))

@@ -132,11 +132,9 @@ def _fill_module(
         )
         full.__dict__.update(parameter.__dict__)
         submodule._parameters[name] = full
-    for name, buffer in submodule._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            submodule._buffers[name] = torch.empty(
-                buffer.shape, dtype=buffer.dtype, device=ps.device
-            )
+    on_meta = {name: b for name, b in submodule._buffers.items() if b is not None and b.is_meta}
+    for name, buffer in on_meta.items():
+        submodule._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=ps.device)
     with_initial = [
         parameter
         for parameter in own_parameters.values()
@@ -145,6 +143,10 @@ def _fill_module(
     if init is not None:
         init(submodule)
     elif len(with_initial) == len(own_parameters):
+        # parameters say their first values themselves, buffers do not
+        if on_meta:
+            remake: Any = submodule.reset_parameters
+            remake()
         for name, parameter in own_parameters.items():
             tensor: Tensor = submodule._parameters[name]  # type: ignore[assignment]
             initial = parameter.initial  # type: ignore[attr-defined]

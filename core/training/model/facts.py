@@ -265,6 +265,7 @@ def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
     facts = {name: value for name, value in vars(model.config).items() if name in DEFAULTS}
     spec = model.transformer_layer_spec
     scaling = model.config.rotary_scaling
+    table = asdict(scaling) if scaling is not None else {}
     if spec.rotary is not None:
         kind = "rope"
     elif spec.positions is not None:
@@ -273,7 +274,7 @@ def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
         kind = "none"
     windows = model.config.windows or ()
     return facts | {
-        "rotary_scaling": asdict(scaling) if scaling is not None else {},
+        "rotary_scaling": {name: value for name, value in table.items() if value is not None},
         "windows": tuple(str(window) for window in windows),
         "moe_layer_freq": _frequency_texts(model.config.moe_layer_freq),
         "position_embedding_type": kind,

@@ -91,6 +91,12 @@ class Router(SpreadModule):
                 self._buffers[name] = old.to(moved.device)
         return self
 
+    def reset_parameters(self) -> None:
+        """The buffers begin at 0; the weight's first values are the model's to draw. For a model that was on meta."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = torch.zeros_like(buffer, device=self.weight.device)
+
     def end_step(self, rows: Tensor) -> None:
         """rows: int64 [E], how many each expert got in the step, on all ranks together."""
         if self.expert_bias is not None:

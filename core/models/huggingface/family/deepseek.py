@@ -8,7 +8,7 @@ from core.models.gpt.gpt_layer_specs import mla_spec
 from core.models.huggingface.facts import Facts
 from core.models.huggingface.family.experts import Glm4Moe
 from core.models.huggingface.family.family import Fields, HuggingFaceModel, Rules
-from core.models.huggingface.family.rope import SCALINGS, rope_kind
+from core.models.huggingface.family.rope import SCALINGS, rope_kind, whole_rope
 from core.transformer.spec import TransformerLayerSpec
 
 # of the latents' norms, whatever the configuration says
@@ -104,31 +104,24 @@ class DeepseekV3(Glm4Moe):
     def rotary_rules(self, facts: Facts) -> Rules:
         """Those of Llama's relatives; of YaRN what transformers reads in a way of its own."""
         yield from super().rotary_rules(facts)
-        for name in ("rope_parameters", "rope_scaling"):
-            rope = facts.get(name) or {}
-            kind = rope_kind(rope)
-            both = [bool(rope.get(one)) for one in ("mscale", "mscale_all_dim")]
-            alike = both[0] == both[1] or (not both[1] and rope["mscale"] == 1)
-            yield (
-                kind != "yarn" or alike,
-                f"mscale={rope.get('mscale')} with mscale_all_dim={rope.get('mscale_all_dim')} has several "
-                "readings; give both, or none",
-            )
-            yield (
-                kind in ("yarn", "default") or not both[1],
-                f"mscale_all_dim={rope.get('mscale_all_dim')} with rope_type={kind!r} is not supported; remove it",
-            )
-            factor = rope.get("attention_factor")
-            yield (
-                kind != "yarn" or factor is None,
-                f"attention_factor={factor} is not supported: it follows from factor, mscale and mscale_all_dim; "
-                "remove it",
-            )
-            cut = rope.get("truncate", True)
-            yield (
-                kind != "yarn" or bool(cut),
-                f"truncate={cut} is not supported: YaRN's ramp lies between whole pairs of dims; remove it",
-            )
+        rope = {name: value for name, value in whole_rope(facts).items() if value}
+        kind = rope_kind(rope)
+        one = rope.get("mscale")
+        other = rope.get("mscale_all_dim")
+        alike = (one is None) == (other is None) or (one == 1 and other is None)
+        yield (
+            kind != "yarn" or alike or "attention_factor" in rope,
+            f"rope_parameters: mscale={one} with mscale_all_dim={other} has several readings; give both, or none",
+        )
+        yield (
+            kind in ("yarn", "default") or other is None,
+            f"rope_parameters: mscale_all_dim={other} with rope_type={kind!r} is not supported; remove it",
+        )
+        yield (
+            kind != "yarn" or bool(whole_rope(facts).get("truncate", True)),
+            "rope_parameters: truncate=False is not supported: yarn's ramp begins and ends at whole pairs of dims; "
+            "remove it",
+        )
 
     def fields(self, model: HuggingFaceModel) -> Fields:
         """What the family would say of a model of ours."""

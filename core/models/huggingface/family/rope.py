@@ -10,7 +10,7 @@ from core.transformer.transformer_config import RotaryConfig, RotaryScaling
 SCALINGS = ("default", "linear", "llama3")
 _FACTORS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 _OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-_OF_YARN += ("mscale", "mscale_all_dim")
+_OF_YARN += ("mscale", "mscale_all_dim", "attention_factor")
 
 
 def rope_kind(rope: Mapping[str, Any]) -> str:
@@ -43,11 +43,15 @@ def rotary_config(
 
 def one_rotary(facts: Facts, base: float) -> RotaryConfig:
     """Of a model whose layers all rotate alike; `base` is the family's own."""
-    today = facts.get("rope_parameters") or {}
-    rope = {**(facts.get("rope_scaling") or {}), **today}
     older_base = facts.get("rope_theta", base)
     older_percent = facts.get("partial_rotary_factor", 1.0)
-    return rotary_config(rope, older_base, older_percent, facts)
+    return rotary_config(whole_rope(facts), older_base, older_percent, facts)
+
+
+def whole_rope(facts: Facts) -> dict[str, Any]:
+    """What a model whose layers all rotate alike says in both forms."""
+    today = facts.get("rope_parameters") or {}
+    return {**(facts.get("rope_scaling") or {}), **today}
 
 
 def rotary_rules(facts: Facts, known: tuple[str, ...] = SCALINGS) -> Rules:
@@ -82,7 +86,10 @@ def rope_fields(rotary: RotaryConfig) -> Fields:
 def scaling_fields(scaling: RotaryScaling) -> Fields:
     """A scaling as `rope_scaling` says it."""
     names = ("factor",) if scaling.kind == "linear" else _names(scaling.kind)
-    return {"rope_type": scaling.kind} | {name: getattr(scaling, name) for name in names}
+    values = {name: getattr(scaling, name) for name in names}
+    # null and absent are one
+    said = {name: value for name, value in values.items() if value is not None}
+    return {"rope_type": scaling.kind} | said
 
 
 def _names(kind: str) -> tuple[str, ...]:
