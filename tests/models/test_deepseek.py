@@ -182,7 +182,8 @@ def written(tmp_path):
 
 
 def losses(path, *flags):
-    run = load_run(["--config", str(path), "--checkpoint.directory=None", *flags]).run
+    nowhere = ["--checkpoint.directory=None", "--checkpoint.export-huggingface=None"]
+    run = load_run(["--config", str(path), *nowhere, *flags]).run
     model, _, _, loader = initialize(config=run)
     found = [float(model.train_step(batch).loss) for batch in loader]
     model.close()

@@ -9,8 +9,15 @@ from core.transformer.transformer_config import RotaryConfig, RotaryScaling
 
 SCALINGS = ("default", "linear", "llama3")
 _FACTORS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_OF_YARN = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-_OF_YARN += ("mscale", "mscale_all_dim", "attention_factor")
+_OF_YARN = (
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+)
 
 
 def rope_kind(rope: Mapping[str, Any]) -> str:
