@@ -1,6 +1,7 @@
 """Multi-head latent attention by itself: its rules, attention whose values have another size than keys, its FLOPs."""
 
 import math
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from core.autograd import apply_recompute
 from core.context_parallel import begin_of_rows, visible_mask
 from core.models.gpt import GPTModel, gpt2_config, gpt2_spec, llama_config, llama_spec
-from core.models.gpt.description import described, description
+from core.models.gpt.description import described, description, description_of, differences
 from core.models.lora import LoraConfig, apply_lora
 from core.parallel_state import ParallelConfig, ParallelState
 from core.transformer.attention.kv_cache import LayerCache
@@ -182,6 +183,21 @@ def test_a_description_says_all_of_it():
     config = small(rotary_interleaved=True, rotary_scaling=YARN, latent_layernorm_epsilon=1e-6)
     model = GPTModel(config, llama_spec(), 53, 24, parallel=ParallelState.single("cpu"))
     assert described(description(model))["config"] == config
+
+
+def test_what_an_older_version_did_not_say_is_no_difference():
+    """A checkpoint of before yarn: its scaling has fewer numbers; a number that it has still counts."""
+    scaling = RotaryScaling(kind="llama3", factor=8.0)
+    config = llama_config(**SIZES, rotary_scaling=scaling, rotary_per_layer=(None, RotaryConfig(scaling=scaling)))
+    now = description_of(config=config, transformer_layer_spec=llama_spec(), share_embeddings_and_output_weights=True)
+    before = deepcopy(now)
+    per_layer = before["config"]["rotary_per_layer"]
+    for old in (before["config"]["rotary_scaling"], per_layer[1]["scaling"]):
+        for name in ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"):
+            del old[name]
+    assert differences(before, now) == []
+    per_layer[1]["scaling"]["factor"] = 4.0
+    assert [one.partition("=")[0] for one in differences(before, now)] == ["rotary_per_layer"]
 
 
 def test_positions_may_be_learned_and_biases_are_of_the_output():

@@ -132,7 +132,9 @@ class MLATransformerConfig(TransformerConfig):
     def __init__(self, **arguments: Any) -> None:
         arguments = _LATENT_DEFAULTS | {"multi_latent_attention": True} | arguments
         kind = arguments.pop("rope_type", "yarn")
-        scaling = {name: arguments.pop(name, default) for name, default in _YARN_DEFAULTS.items()}
+        scaling: dict[str, Any] = {}
+        for name, default in _YARN_DEFAULTS.items():
+            scaling[name] = arguments.pop(name, default)
         if kind not in ("rope", "yarn"):
             raise ValueError(
                 f"MLATransformerConfig: rope_type={kind!r} is none of the 2: rope, yarn"
