@@ -140,13 +140,14 @@ def _fill_module(
         for parameter in own_parameters.values()
         if getattr(parameter, "initial", None) is not None
     ]
+    says_own_values = len(with_initial) == len(own_parameters)
+    # what gives parameters their first values then does not give them to buffers
+    if on_meta and (init is not None or says_own_values):
+        remake: Any = submodule.reset_parameters
+        remake()
     if init is not None:
         init(submodule)
-    elif len(with_initial) == len(own_parameters):
-        # parameters say their first values themselves, buffers do not
-        if on_meta:
-            remake: Any = submodule.reset_parameters
-            remake()
+    elif says_own_values:
         for name, parameter in own_parameters.items():
             tensor: Tensor = submodule._parameters[name]  # type: ignore[assignment]
             initial = parameter.initial  # type: ignore[attr-defined]

@@ -67,20 +67,8 @@ class CoreAttention(nn.Module):
         Over context ranks n = t = s/cp. attention_mask: None is causal, else documents, or bool [b, 1, n, t], True =
         masked out (on one context rank).
         """
-        size = v.shape[3]
-        if size == q.shape[3]:
-            return self._attended(q, k, v, attention_mask)
-        # zeros add nothing to scores, and their columns of the output are cut off
-        width = max(size, q.shape[3])
-        q = _as_wide_as(width, q)
-        k = _as_wide_as(width, k)
-        v = _as_wide_as(width, v)
-        return self._attended(q, k, v, attention_mask)[..., :size]
-
-    def _attended(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None"
-    ) -> Tensor:
-        """Where values are as wide as keys."""
+        if v.shape[3] != q.shape[3]:
+            return self._padded(q, k, v, attention_mask)
         if self.training:
             p = self.dropout.p
         else:
@@ -101,6 +89,17 @@ class CoreAttention(nn.Module):
         if self._has_long_strips(k):
             return self._attend_in_strips(q, k, v, attention_mask, 0.0)
         return self._attend(q, k, v, attention_mask, 0.0)
+
+    def _padded(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None"
+    ) -> Tensor:
+        """With zeros up to one size: they add nothing to scores, and their columns of the output are cut off."""
+        size = v.shape[3]
+        width = max(size, q.shape[3])
+        q = _as_wide_as(width, q)
+        k = _as_wide_as(width, k)
+        v = _as_wide_as(width, v)
+        return self.forward(q, k, v, attention_mask)[..., :size]
 
     def _keeps_output(
         self, q: Tensor, k: Tensor, attention_mask: "Tensor | Documents | None", p: float
