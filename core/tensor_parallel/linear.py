@@ -7,10 +7,11 @@ from math import prod
 
 from torch import Tensor
 
-from core.autograd import deferred_linear
+from core.autograd import deferred_linear, has_main_grad
 from core.parallel_state import Init, Layout, layout_of
+from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel.low_rank import LowRank
-from core.tensor_parallel.mappings import gather_from_tensor_region
+from core.tensor_parallel.mappings import gather_from_tensor_region, sum_gradient
 from core.tensor_parallel.own_modules import PlacedModule
 from core.tensor_parallel.placement import Placement
 
@@ -136,3 +137,32 @@ class RowParallelLinear(PlacedModule):
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[-1]} here, out={self.weight.shape[0]}, bias={self.bias is not None}"
+
+
+class ReplicatedLinear(SpreadModule):
+    """y = x W^T with W [o, i] whole on every rank: [s, b, i] -> [s, b, o], [s/tp, b, ...] of sequence shards.
+
+    No collective in forward. A rank that sees its shard of the sequence has a partial gradient of W, as its layout
+    says; without sequence parallelism all ranks see the same x, and must give y the same gradient.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, place: Placement, init: Init = Init(std=0.02)
+    ) -> None:
+        super().__init__()
+        layout = Layout((output_size, input_size), partial=place.sequence_partial)
+        self.weight = place.parameter(layout, init)
+        self.stage = place.stage
+        self.group = place.group if place.splits_sequence else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, i] -> [s, b, o] (see the class)."""
+        weight = self.weight
+        # whoever owns gradients sums them once per step, and weight gradients can wait
+        is_owned = has_main_grad(weight) or hasattr(weight, "take_main_grad")
+        if self.group is not None and not is_owned:
+            weight = sum_gradient(weight, self.group)  # type: ignore[assignment]
+        return deferred_linear(x, weight, stage=self.stage)
+
+    def extra_repr(self) -> str:
+        return f"in={self.weight.shape[1]}, out={self.weight.shape[0]}, whole on every rank"

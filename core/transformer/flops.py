@@ -11,19 +11,37 @@ def multiplications_per_token(
     Causal attention counts half its square, what a causal kernel computes; a figure that counts all of it is larger.
     """
     h = config.hidden_size
-    d = config.head_size
     heads = config.num_attention_heads
-    groups = config.groups
-    projections = h * d * (2 * heads + 2 * groups)
+    projections = _projections(config)
     layers = []
     for layer in range(config.num_layers):
         # a query meets sequence_length / 2 keys on average, in the scores and again in the values
         keys = _mean_visible_keys(
             sequence_length, config.windows[layer] if config.windows else None
         )
-        scores_and_values = round(2 * keys * heads * d)
+        scores_and_values = round(keys * heads * (config.head_size + config.value_size))
         layers.append(projections + scores_and_values + _feed_forward(config, layer))
     return layers, h * vocab_size
+
+
+def _projections(config: TransformerConfig) -> int:
+    """Queries, keys, values and the output; of latent attention down to the latents and up to the heads."""
+    h = config.hidden_size
+    heads = config.num_attention_heads
+    if not config.multi_latent_attention:
+        return h * config.head_size * (2 * heads + 2 * config.groups)
+    q_rank = config.q_lora_rank
+    kv_rank = config.kv_lora_rank
+    rotated = config.qk_pos_emb_head_dim
+    not_rotated = config.qk_head_dim
+    assert kv_rank is not None and rotated is not None and not_rotated is not None
+    if q_rank is None:
+        queries = h * heads * config.head_size
+    else:
+        queries = q_rank * (h + heads * config.head_size)
+    down = h * (kv_rank + rotated)
+    up = kv_rank * heads * (not_rotated + config.value_size)
+    return queries + down + up + heads * config.value_size * h
 
 
 def _feed_forward(config: TransformerConfig, layer: int) -> int:

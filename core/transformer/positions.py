@@ -1,7 +1,7 @@
 """Positions of tokens: learned embeddings to add, or rotary tables for the attention."""
 
 from collections.abc import Callable
-from math import pi
+from math import ceil, floor, log, pi
 from typing import Any
 
 import torch
@@ -41,13 +41,21 @@ class LearnedPositions(SpreadModule):
         return F.embedding(sequence_shard(ids, self.group), sum_gradient(weight, self.group))
 
 
-def scaled_frequencies(frequencies: Tensor, scaling: RotaryScaling | None) -> Tensor:
-    """Radians per token of each pair of dims, as the model was trained to see them; see `RotaryScaling`."""
+def scaled_frequencies(
+    frequencies: Tensor, scaling: RotaryScaling | None, base: float = 10000.0
+) -> Tensor:
+    """Radians per token of each pair of dims, as the model was trained to see them; see `RotaryScaling`.
+
+    frequencies: base^(-2i/d), [d/2].
+    """
     if scaling is None:
         return frequencies
     slowed = frequencies / scaling.factor
     if scaling.kind == "linear":
         return slowed
+    if scaling.kind == "yarn":
+        kept_share = _kept_by_yarn(len(frequencies), scaling, base).to(frequencies)
+        return kept_share * frequencies + (1 - kept_share) * slowed
     assert scaling.kind == "llama3", scaling.kind
     # 1 where a wavelength fits often into the original length (unchanged), 0 where it hardly does (slowed down)
     wavelengths_in_original = scaling.original_max_position_embeddings * frequencies / (2 * pi)
@@ -55,6 +63,22 @@ def scaled_frequencies(frequencies: Tensor, scaling: RotaryScaling | None) -> Te
     high = scaling.high_freq_factor
     unchanged_share = ((wavelengths_in_original - low) / (high - low)).clamp(0, 1)
     return unchanged_share * frequencies + (1 - unchanged_share) * slowed
+
+
+def _kept_by_yarn(pairs: int, scaling: RotaryScaling, base: float) -> Tensor:
+    """1 for each pair of dims that keeps its frequency, 0 for one that is slowed down (YaRN, arXiv 2309.00071)."""
+
+    def pair_that_turns(times: float) -> float:
+        """The pair, with a fraction, that turns so often in the original length."""
+        return pairs * log(scaling.original_max_position_embeddings / (2 * pi * times)) / log(base)
+
+    # whole pairs, as DeepSeek's code and transformers' have it
+    first = max(floor(pair_that_turns(scaling.beta_fast)), 0)
+    last = min(ceil(pair_that_turns(scaling.beta_slow)), 2 * pairs - 1)
+    # a ramp of no length would divide by 0
+    length = max(last - first, 0.001)
+    numbers = torch.arange(pairs, dtype=torch.float64, device="cpu")
+    return 1 - ((numbers - first) / length).clamp(0, 1)
 
 
 class Rotary(nn.Module):
@@ -73,7 +97,7 @@ class Rotary(nn.Module):
         config = build.config
         if rotary is None:
             rotary = config.rotary
-        width = int(config.head_size * rotary.percent)
+        width = int(config.rotary_size * rotary.percent)
         if width % 2 or width == 0:
             raise ValueError(
                 f"rotary needs an even number of dims per head, got {width} of kv_channels={config.head_size}; "
@@ -92,10 +116,11 @@ class Rotary(nn.Module):
         # in float64: in float32 the angle of a position beyond 100,000 would be off by thousandths
         exponents = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
         positions_column = torch.arange(self.positions, dtype=torch.float64, device="cpu")
-        angle = torch.outer(
-            positions_column, scaled_frequencies(self.base**-exponents, self.scaling)
-        )
-        return {"cos": angle.cos().to(device, dtype), "sin": angle.sin().to(device, dtype)}
+        frequencies = scaled_frequencies(self.base**-exponents, self.scaling, self.base)
+        angle = torch.outer(positions_column, frequencies)
+        factor = 1.0 if self.scaling is None else self.scaling.table_factor
+        tables = {"cos": angle.cos() * factor, "sin": angle.sin() * factor}
+        return {name: table.to(device, dtype) for name, table in tables.items()}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
         """No checkpoint holds the tables: they are computed where the module moves, also from meta (`to_empty`)."""

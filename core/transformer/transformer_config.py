@@ -2,16 +2,17 @@
 
 from collections.abc import Iterator
 from dataclasses import InitVar, dataclass
-from math import inf, sqrt
+from math import inf, log, sqrt
 
 import torch
 
 from core.parallel_state.config import divisors, raise_all
 from core.transformer.activations import ACTIVATIONS, Activation
+from core.transformer.attention.latent_rules import LATENT_SIZES, latent_rules
 from core.transformer.moe.rules import moe_rules, no_capacity
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-ROTARY_SCALINGS = ("linear", "llama3")
+ROTARY_SCALINGS = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,11 @@ class RotaryScaling:
 
     linear: every frequency is divided by `factor` (position interpolation, arXiv 2306.15595). llama3: only the slow
     ones are, whose wavelength exceeds `original_max_position_embeddings / low_freq_factor` tokens; those shorter than
-    `original_max_position_embeddings / high_freq_factor` stay, between them it is interpolated (Llama 3.1).
+    `original_max_position_embeddings / high_freq_factor` stay, between them it is interpolated (Llama 3.1). yarn
+    (arXiv 2309.00071): pairs of dims that turn more than `beta_fast` times in the original length stay, those that
+    turn less than `beta_slow` times are divided, between them it is interpolated by the pair's number; with m(c) =
+    0.1 c ln(factor) + 1, cos and sin are multiplied by m(mscale) / m(mscale_all_dim) (or by `attention_factor`, if
+    given), scores by m(mscale_all_dim)^2.
 
     Raises ValueError with every rule that does not hold.
     """
@@ -30,6 +35,11 @@ class RotaryScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
         low = self.low_freq_factor
@@ -46,8 +56,44 @@ class RotaryScaling:
                 f"low_freq_factor={low} must lie between 0 and high_freq_factor={high}",
             ),
             (original >= 1, f"original_max_position_embeddings={original} must be at least 1"),
+            (
+                0 < self.beta_slow <= self.beta_fast,
+                f"beta_slow={self.beta_slow} must be positive, and at most beta_fast={self.beta_fast}",
+            ),
+        ]
+        for name in ("mscale", "mscale_all_dim"):
+            value = getattr(self, name)
+            rules.append((0 <= value < inf, f"{name}={value} must not be negative, and finite"))
+        given = self.attention_factor
+        rules += [
+            (
+                given is None or 0 < given < inf,
+                f"attention_factor={given} must be positive, and finite",
+            ),
+            (
+                given is None or self.kind == "yarn",
+                f"attention_factor={given} with kind={self.kind!r}: only yarn has one; leave it out",
+            ),
         ]
         raise_all("RotaryScaling", rules)
+
+    def _magnitude(self, coefficient: float) -> float:
+        """m(coefficient) of yarn; 1 of the other kinds."""
+        if self.kind != "yarn":
+            return 1.0
+        return 0.1 * coefficient * log(self.factor) + 1
+
+    @property
+    def table_factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+
+    @property
+    def score_factor(self) -> float:
+        """What the scores of attention are multiplied by."""
+        return self._magnitude(self.mscale_all_dim) ** 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +132,9 @@ class TransformerConfig:
     layernorm_epsilon: float = 1e-5
     # norms multiply by 1 + weight, and weights begin at 0 (Gemma)
     layernorm_zero_centered_gamma: bool = False
-    qk_layernorm: bool = False  # normalise each head of query and key
+    qk_layernorm: bool = (
+        False  # normalise each head of query and key; of latent attention the latents
+    )
     activation_func: str | Activation = "gelu"
     gated_linear_unit: bool = False
     add_bias_linear: bool = True
@@ -98,8 +146,17 @@ class TransformerConfig:
     rotary_scaling: RotaryScaling | None = None  # the frequencies as `rotary_base` gives them
     # per layer, instead of the three above; a layer with None does not rotate (NoPE, arXiv 2305.19466)
     rotary_per_layer: tuple[RotaryConfig | None, ...] | None = None
-    # head_size ** -0.5: of the scores, before their softmax
+    rotary_interleaved: bool = False  # pairs are neighbours instead of half a head apart
+    # head_size ** -0.5 times what yarn asks for: of the scores, before their softmax
     softmax_scale: float | None = None
+    # queries, keys and values of latents; see core/transformer/attention/latent.py
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None  # None: queries are projected without a latent
+    kv_lora_rank: int | None = None  # 512
+    qk_head_dim: int | None = None  # 128: the part of a query and key head that does not rotate
+    qk_pos_emb_head_dim: int | None = None  # 64: the part that does
+    v_head_dim: int | None = None  # 128
+    latent_layernorm_epsilon: float | None = None  # layernorm_epsilon: of the latents' norms
     # of token embeddings; a tied output layer multiplies by the table itself
     embedding_multiplier: float = 1.0
     # per layer: tokens that a token sees, itself included
@@ -117,6 +174,7 @@ class TransformerConfig:
     moe_router_topk_scaling_factor: float | None = None  # of the weights
     moe_router_num_groups: int | None = None  # experts are chosen from the best groups only
     moe_router_group_topk: int | None = None  # so many groups
+    moe_router_group_score_topk: int = 2  # by the sum of so many of their largest scores
     # added to scores for the choice; moves after each step
     moe_router_enable_expert_bias: bool = False
     moe_router_bias_update_rate: float = 1e-3  # by so much
@@ -136,6 +194,10 @@ class TransformerConfig:
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
 
+        if self.multi_latent_attention:
+            for name, value in LATENT_SIZES.items():
+                default(name, value)
+            default("kv_channels", self.head_size)
         default("num_query_groups", self.num_attention_heads)
         default("ffn_hidden_size", 4 * self.hidden_size)
         if isinstance(self.moe_layer_freq, list):
@@ -174,6 +236,7 @@ class TransformerConfig:
             f"unknown activation_func {self.activation_func!r}; known: {', '.join(ACTIVATIONS)}, or a function",
         )
         yield from self._attention_rules()
+        yield from latent_rules(self)
         yield from moe_rules(self)
         yield (
             self.layernorm_epsilon > 0,
@@ -225,10 +288,39 @@ class TransformerConfig:
 
     @property
     def head_size(self) -> int:
-        """Elements of one head."""
+        """Elements of one head of query and key."""
+        if self.multi_latent_attention:
+            assert self.qk_head_dim is not None and self.qk_pos_emb_head_dim is not None
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         if self.kv_channels is not None:
             return self.kv_channels
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def value_size(self) -> int:
+        """Elements of one head of values."""
+        if self.multi_latent_attention:
+            assert self.v_head_dim is not None
+            return self.v_head_dim
+        return self.head_size
+
+    @property
+    def rotary_size(self) -> int:
+        """Elements of a head that rotate where `rotary_percent` is 1."""
+        if self.multi_latent_attention:
+            assert self.qk_pos_emb_head_dim is not None
+            return self.qk_pos_emb_head_dim
+        return self.head_size
+
+    def score_scale(self, layer: int) -> float:
+        """What the scores of layer `layer` (a global number) are multiplied by before their softmax."""
+        if self.softmax_scale is not None:
+            return self.softmax_scale
+        rotary = self.rotary_per_layer[layer] if self.rotary_per_layer else self.rotary
+        scale = self.head_size**-0.5
+        if rotary is None or rotary.scaling is None:
+            return scale
+        return scale * rotary.scaling.score_factor
 
     @property
     def ffn(self) -> int:

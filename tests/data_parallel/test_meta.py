@@ -93,3 +93,21 @@ def a_gpt(zero, tp):
 @pytest.mark.parametrize("zero, tp, world", [(3, 2, 4), (1, 1, 2), pytest.param(3, 2, 2, marks=pytest.mark.full)])
 def test_a_gpt_on_meta_is_the_eager_one(ranks, zero, tp, world):
     ranks(a_gpt, zero, tp, world=world)
+
+
+@pytest.mark.parametrize("init", [None, lambda module: [nn.init.ones_(p) for p in module.parameters(recurse=False)]])
+def test_buffers_beside_parameters_begin_as_their_module_says(init):
+    """A router's bias and counts begin at 0, whoever fills its weight; nothing is left of what memory held before."""
+    facts = {"num_moe_experts": 4, "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+    facts |= {"moe_router_load_balancing_type": "global_aux_loss", "moe_aux_loss_coeff": 0.1}
+    ps = ParallelState.single("cpu")
+    with torch.device("meta"):
+        model = gpt("llama", parallel=ps, seed=7, facts=facts)
+    with pytest.MonkeyPatch.context() as patch:
+        # memory is rarely other than 0 where it is new
+        patch.setattr(torch, "empty", lambda *shape, _true=torch.empty, **how: _true(*shape, **how).fill_(7))
+        DataParallel(model, ps, init=init)
+    router = model.decoder.layers[0].mlp.router
+    for buffer in (router.expert_bias, router.rows_of_last_step):
+        assert buffer.device.type == "cpu" and buffer.dtype == torch.float32 and not buffer.any()
+    assert (router.weight == 1).all() == (init is not None)

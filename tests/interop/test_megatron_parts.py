@@ -20,12 +20,14 @@ from core.interop.megatron.tensor_parallel.mappings import tensor_group
 from core.interop.megatron.transformer import MegatronModule
 from core.interop.megatron.transformer.identity_op import IdentityOp
 from core.interop.megatron.transformer.spec_utils import ModuleSpec, build_module, import_module
-from core.interop.megatron.transformer.transformer_config import TransformerConfig
+from core.interop.megatron.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from core.interop.megatron.utils import divide, get_model_config, get_pg_rank, get_pg_size, unwrap_model
 from core.models.gpt import GPTModel as Ours
 from core.models.gpt import llama_spec
 from core.parallel_state import ParallelState
 from core.training import load_run
+from core.transformer.transformer_config import RotaryScaling
+from core.transformer.transformer_config import TransformerConfig as OurConfig
 from tests.parity.whole import assert_same, whole_gradients
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, params_dtype=torch.float64)
@@ -171,8 +173,36 @@ def test_a_configuration_has_facts_only(state):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, moe_enable_deepep=True)
     with pytest.raises(ValueError, match=r"use_distributed_optimizer=True is another object here: DataParallel"):
         DistributedDataParallelConfig(use_distributed_optimizer=True)
-    with pytest.raises(ValueError, match="parts that are not here: multi_latent_attention"):
-        get_gpt_layer_local_spec(multi_latent_attention=True)
+    with pytest.raises(ValueError, match="parts that are not here: mtp"):
+        get_gpt_layer_local_spec(mtp=True)
+
+
+def test_latent_attention_by_their_names(state):
+    """Megatron's defaults (yarn by 40 from 4096 positions), neighbours that rotate, and what is refused."""
+    sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "qk_head_dim": 6, "v_head_dim": 8}
+    sizes |= {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_pos_emb_head_dim": 4, "hidden_dropout": 0.0}
+    sizes |= {"attention_dropout": 0.0}
+    config = MLATransformerConfig(**sizes, mscale_all_dim=1.0, add_bias_linear=False)
+    scaling = RotaryScaling(
+        kind="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
+    )
+    facts = {"multi_latent_attention": True, "rotary_interleaved": True, "rotary_scaling": scaling}
+    plain = OurConfig(**sizes, **facts, normalization="RMSNorm", add_bias_linear=False)
+    spec = get_gpt_layer_local_spec(multi_latent_attention=True)
+    found = GPTModel(config, spec, 50, 8, position_embedding_type="rope", rotary_base=500)
+    other = Ours(plain, llama_spec(), 50, 8, parallel=ParallelState.single("cpu"))
+    tokens = torch.randint(50, (2, 8))
+    assert torch.equal(found(tokens), other(tokens))
+    unscaled = MLATransformerConfig(**sizes, rope_type="rope", mscale_all_dim=1.0)
+    assert unscaled.rotary_scaling is None and unscaled.score_scale(0) == plain.score_scale(0)
+    assert MLATransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2).q_lora_rank == 512
+    for wrong in ({"rope_type": "linear"}, {"rotary_interleaved": True}, {"cache_mla_latents": True}):
+        with pytest.raises(ValueError, match=f"MLATransformerConfig: {next(iter(wrong))}="):
+            MLATransformerConfig(**sizes, **wrong)
+    with pytest.raises(ValueError, match=r"learned_absolute' with multi_latent_attention.*give 'rope'"):
+        GPTModel(config, spec, 50, 8)
+    with pytest.raises(ValueError, match=r"multi_latent_attention=False\), and the configuration says .*=True"):
+        GPTModel(config, get_gpt_layer_local_spec(), 50, 8, position_embedding_type="rope")
 
 
 def test_specs_build_modules():

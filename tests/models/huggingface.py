@@ -4,6 +4,8 @@ import math
 
 import torch
 import transformers
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.gemma3 import modeling_gemma3
 from transformers.models.glm4_moe import modeling_glm4_moe
 from transformers.models.mistral import modeling_mistral
@@ -26,6 +28,11 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 
 GEMMA3 = DEEP | {"head_dim": 6, "query_pre_attn_scalar": 11, "sliding_window": 5}
 GLM = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "pad_token_id": None}
 GLM |= {"n_shared_experts": 2, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1, "head_dim": 8}
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 8.0, "original_max_position_embeddings": 16}
+YARN |= {"beta_fast": 2.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 1.3}
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 8, "v_head_dim": 4}
+LATENT |= {"num_key_value_heads": 8, "pad_token_id": None, "moe_intermediate_size": 20, "n_routed_experts": 8}
+LATENT |= {"num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_shared_experts": 2, "routed_scaling_factor": 2.5}
 TODAY = {
     "llama3": lambda: transformers.LlamaConfig(**COMMON, rope_parameters=dict(LLAMA3)),
     "linear": lambda: transformers.LlamaConfig(
@@ -58,6 +65,20 @@ TODAY = {
     "glm4_moe-biased": lambda: transformers.Glm4MoeConfig(
         **COMMON, **GLM | {"first_k_dense_replace": 0}, attention_bias=True
     ),
+    "deepseek_v3": lambda: transformers.DeepseekV3Config(
+        **DEEP | LATENT, n_group=4, topk_group=2, rope_parameters=dict(YARN)
+    ),
+    "deepseek_v3-halves": lambda: transformers.DeepseekV3Config(
+        **COMMON | LATENT | {"q_lora_rank": None, "v_head_dim": 16}, n_group=1, topk_group=1, rope_interleave=False
+    ),
+    "deepseek_v2": lambda: transformers.DeepseekV2Config(
+        **DEEP | LATENT,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        rope_parameters=YARN | {"mscale": 0.7, "mscale_all_dim": 0.7},
+    ),
+    "deepseek_v2-lite": lambda: transformers.DeepseekV2Config(**COMMON | LATENT | {"q_lora_rank": None}),
     "olmo2": lambda: transformers.Olmo2Config(**DEEP, **NO_PADDING),
     "smollm3": lambda: transformers.SmolLM3Config(**DEEP, **NO_PADDING, no_rope_layer_interval=2),
     "smollm3-window": lambda: transformers.SmolLM3Config(
@@ -74,6 +95,8 @@ TODAY = {
 def frequencies(config, d, rope=None):
     """Of Llama 3.1's and linear scaling, in float64; transcribed from their publications."""
     rope, out = config.rope_parameters if rope is None else rope, []
+    if rope["rope_type"] == "yarn":
+        return yarn(d, rope)
     for i in range(0, d, 2):
         frequency = rope["rope_theta"] ** -(i / d)
         wavelength = 2 * math.pi / frequency
@@ -92,6 +115,21 @@ def frequencies(config, d, rope=None):
     return torch.tensor(out, dtype=torch.float64)
 
 
+def yarn(d, rope):
+    """Arithmetic of arXiv 2309.00071, section 3.2 and appendix, with whole pairs as bounds (DeepSeek's code)."""
+    base, length = rope["rope_theta"], rope["original_max_position_embeddings"]
+    bounds = [
+        d / 2 * math.log(length / (turns * 2 * math.pi), base) for turns in (rope["beta_fast"], rope["beta_slow"])
+    ]
+    low, high = max(math.floor(bounds[0]), 0), min(math.ceil(bounds[1]), d - 1)
+    out = []
+    for pair in range(d // 2):
+        slowed = min(max((pair - low) / (high - low), 0.0), 1.0)
+        frequency = base ** (-2 * pair / d)
+        out.append(slowed * frequency / rope["factor"] + (1 - slowed) * frequency)
+    return torch.tensor(out, dtype=torch.float64)
+
+
 def sigmoid_router(self, x):
     """DeepSeek-V3's: the best groups by their two largest scores with bias, weights without it."""
     logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
@@ -104,6 +142,42 @@ def sigmoid_router(self, x):
     chosen = kept.flatten(1).topk(self.top_k).indices
     weights = scores.gather(1, chosen)
     return logits, self.routed_scaling_factor * weights / (weights.sum(-1, keepdim=True) + 1e-20), chosen
+
+
+def exactly_deepseek(patch, norm):
+    """The same of both DeepSeeks: rotations of pairs of neighbours, softmax and sigmoid routers."""
+
+    def latent_rotary(self, x, position_ids):
+        angle = position_ids[..., None].double() * frequencies(self.config, 2 * len(self.inv_freq))
+        angle = torch.cat((angle, angle), -1)
+        return angle.cos() * self.attention_scaling, angle.sin() * self.attention_scaling
+
+    def complex_rotary(self, x, position_ids):
+        angle = position_ids[..., None].double() * frequencies(self.config, 2 * len(self.inv_freq))
+        return torch.polar(torch.ones_like(angle), angle) * self.attention_scaling
+
+    def turn(q, k, factors):
+        pairs = [torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) for x in (q, k)]
+        return tuple(torch.view_as_real(pair * factors[:, None]).flatten(3) for pair in pairs)
+
+    def greedy_router(self, x):
+        logits = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        scores = logits.softmax(-1)
+        if self.topk_method == "group_limited_greedy":
+            by_group = scores.unflatten(-1, (self.num_group, -1))
+            best = by_group.amax(-1).topk(self.topk_group).indices
+            kept = torch.zeros_like(by_group[..., 0]).scatter_(1, best, 1.0)
+            scores = (by_group * kept[..., None]).flatten(1)
+        weights, chosen = scores.topk(self.top_k)
+        return logits, self.routed_scaling_factor * weights, chosen
+
+    patch.setattr(modeling_deepseek_v3.DeepseekV3RMSNorm, "forward", norm)
+    patch.setattr(modeling_deepseek_v3.DeepseekV3RotaryEmbedding, "forward", latent_rotary)
+    patch.setattr(modeling_deepseek_v3.DeepseekV3TopkRouter, "forward", sigmoid_router)
+    patch.setattr(modeling_deepseek_v2.DeepseekV2RMSNorm, "forward", norm)
+    patch.setattr(modeling_deepseek_v2.DeepseekV2RotaryEmbedding, "forward", complex_rotary)
+    patch.setattr(modeling_deepseek_v2, "apply_rotary_emb", turn)
+    patch.setattr(modeling_deepseek_v2.DeepseekV2TopkRouter, "forward", greedy_router)
 
 
 def exactly(patch):
@@ -139,6 +213,8 @@ def exactly(patch):
     patch.setattr(modeling_glm4_moe.Glm4MoeRMSNorm, "forward", norm)
     patch.setattr(modeling_glm4_moe.Glm4MoeRotaryEmbedding, "forward", rotary)
     patch.setattr(modeling_glm4_moe.Glm4MoeTopkRouter, "forward", sigmoid_router)
+
+    exactly_deepseek(patch, norm)
 
     def gemma_norm(self, x):
         return (1 + self.weight) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))

@@ -211,6 +211,8 @@ def against_transformers(kind, cp, comm_type, packed):
         pytest.param("mistral", 2, "a2a", marks=pytest.mark.full),
         pytest.param("gemma3-scaled", 2, "all_gather", marks=pytest.mark.full),
         pytest.param("smollm3-window", 4, "p2p", marks=pytest.mark.full),
+        pytest.param("deepseek_v3", 2, "a2a", marks=pytest.mark.full),
+        pytest.param("deepseek_v3", 4, "p2p", marks=pytest.mark.full),
     ],
 )
 def test_transformers_agrees_also_with_each_document_alone(ranks, kind, cp, comm_type, packed):

@@ -27,7 +27,7 @@ def weights(kind):
 def test_unknown_models_positions_and_windows():
     with pytest.raises(
         ValueError,
-        match=r"model_type='bert' is not supported; known: gemma3_text, glm4_moe, gpt2, llama, .* adds a family; "
+        match=r"model_type='bert' is not supported; known: deepseek_v2, deepseek_v3, gemma3_text, .* adds a family; "
         r"of this one: read as a Llama, it says .*, type_vocab_size",
     ):
         from_huggingface(transformers.BertConfig())

@@ -62,6 +62,7 @@ CASES = [
     ({"pp": 2}, 3, "1f1b", torch.float32, "gemma3"),
     ({"tp": 2}, 3, "", torch.bfloat16, "gpt2"),
     ({"expert": 2}, 2, "", torch.float32, "mixtral"),
+    ({"tp": 2, "pp": 2}, 3, "zb-v", torch.bfloat16, "deepseek_v3"),
 ]
 PLAIN, LAYERED = ("llama3", "phi3", "gpt2-untied"), ("gemma3-scaled", "olmo2", "smollm3-window")
 MORE = [

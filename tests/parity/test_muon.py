@@ -34,9 +34,13 @@ ROWS, STEPS = 4, 3
 CONFIG = OptimizerConfig(optimizer="muon", lr=0.02, weight_decay=0.1, clip_grad=0.5, adam_eps=1e-5)
 
 
+LATENT = {"multi_latent_attention": True, "num_query_groups": None, "q_lora_rank": 6, "kv_lora_rank": 8}
+LATENT |= {"qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": 5, "qk_layernorm": True}
+
+
 @dataclass(frozen=True)
 class On:
-    """A layout, and what is trained on it: "llama", "gpt2" or "moe"."""
+    """A layout, and what is trained on it: "llama", "gpt2", "moe" or "latent"."""
 
     zero: int = 0
     world: int = 2
@@ -52,6 +56,8 @@ class On:
 def facts_of(style):
     if style == "moe":
         return moe.config(layers=4, shared=True), moe_spec()
+    if style == "latent":
+        return config(num_layers=4, **LATENT), spec()
     return config(style=style, num_layers=4), spec(style)
 
 
@@ -139,6 +145,8 @@ TWO = (
         On(2),
         On(tp=2),
         On(tp=2, sp=True, style="gpt2"),
+        On(tp=2, sp=True, style="latent"),
+        On(3, style="latent"),
         On(0, style="gpt2"),
         On(2, style="gpt2"),
         On(1, style="moe", expert=2),

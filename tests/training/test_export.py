@@ -37,6 +37,8 @@ def born(style, **facts):
     return HuggingFaceModel(config=config(**facts), transformer_layer_spec=spec(), **sizes)
 
 
+LATENT = {"multi_latent_attention": True, "kv_lora_rank": 10, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4}
+LATENT |= {"v_head_dim": 5, "qk_layernorm": True, "latent_layernorm_epsilon": 1e-6}
 MATCHES = [
     ("llama", {}, "llama"),
     ("llama", {"num_query_groups": 2, "kv_channels": 8, "rotary_base": 500.0}, "llama"),
@@ -47,6 +49,8 @@ MATCHES = [
     ("llama", {"hidden_dropout": 0.1, "rotary_percent": 0.5, "kv_channels": 8}, "phi3"),
     ("llama", {"activation_func": F.gelu}, "llama"),
     ("gpt2", {"hidden_dropout": 0.1, "attention_dropout": 0.2}, "gpt2"),
+    ("llama", LATENT, "deepseek_v3"),
+    ("llama", LATENT | {"q_lora_rank": 8, "layernorm_epsilon": 1e-6, "rotary_interleaved": True}, "deepseek_v3"),
 ]
 
 
@@ -56,7 +60,9 @@ def test_a_born_model_is_of_the_first_family_that_says_all_of_it(tmp_path, style
     exported_as(born(style, **facts), kind, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["llama3", "gemma3", "gemma3-scaled", "olmo2", "smollm3-window"])
+@pytest.mark.parametrize(
+    "kind", ["llama3", "gemma3", "gemma3-scaled", "olmo2", "smollm3-window", "deepseek_v3", "deepseek_v2"]
+)
 def test_a_model_of_any_family_needs_no_source(tmp_path, kind):
     config = TODAY[kind]()
     exported_as(from_huggingface(config), config.model_type, tmp_path)

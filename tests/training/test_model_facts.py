@@ -148,7 +148,7 @@ CONTRADICTIONS = {
     "unknown": ({"preset": "llama-8"}, "unknown preset 'llama-8'; did you mean llama-8b? known: llama-60m"),
     "style": ({"preset": "gpt2-124m", "style": "llama"}, "style=llama contradicts preset=gpt2-124m, whose style is"),
     "rotary": ({"style": "gpt2", "rotary_base": 5e5}, "rotary_base=500000.0 is of rotary positions, position_embe"),
-    "scaling": ({"rotary_scaling": {"kind": "yarn", "factor": 2}}, "unknown kind 'yarn'; known: linear, llama3"),
+    "scaling": ({"rotary_scaling": {"kind": "ntk", "factor": 2}}, "unknown kind 'ntk'; known: linear, llama3, yarn"),
     "scaling's field": ({"rotary_scaling": {"kin": "yarn"}}, "rotary_scaling has kin; known: kind, factor, low_freq"),
     "scaling's factor": ({"rotary_scaling": {"kind": "linear"}}, "missing 1 required"),
     "window": ({"windows": ["0"]}, "windows holds '0'; whole numbers of at least 1 and None are windows"),
@@ -164,6 +164,23 @@ def test_contradictions_are_refused(case):
     with pytest.raises(ValueError) as error:
         RunConfig.from_dict({"model": fields})
     assert message in str(error.value)
+
+
+def test_latents_reach_the_model_and_are_checked():
+    sizes = {"q_lora_rank": 24, "kv_lora_rank": 8, "qk_head_dim": 16, "qk_pos_emb_head_dim": 4, "v_head_dim": 12}
+    told = sizes | {"multi_latent_attention": True, "rotary_interleaved": True, "latent_layernorm_epsilon": 1e-6}
+    yarn = {"kind": "yarn", "factor": 4, "original_max_position_embeddings": 8, "mscale_all_dim": 1}
+    run = RunConfig.from_dict({"model": told | {"rotary_scaling": yarn}})
+    assert run == RunConfig.from_dict(run.to_dict())
+    config = run.model.transformer()
+    assert {name: getattr(config, name) for name in told} == told
+    assert config.rotary_scaling.mscale_all_dim == 1 and config.head_size == 20
+    with pytest.raises(ValueError, match=r"kv_lora_rank=8 without multi_latent_attention; set that too, or leave"):
+        RunConfig.from_dict({"model": {"kv_lora_rank": 8}}).check(1)
+    with pytest.raises(
+        ValueError, match=r"num_query_groups=4 with multi_latent_attention.*leave num_query_groups out"
+    ):
+        RunConfig.from_dict({"model": told | {"num_query_groups": 4}}).check(1)
 
 
 def test_a_preset_that_the_layout_or_other_facts_do_not_allow():

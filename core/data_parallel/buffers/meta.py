@@ -132,19 +132,22 @@ def _fill_module(
         )
         full.__dict__.update(parameter.__dict__)
         submodule._parameters[name] = full
-    for name, buffer in submodule._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            submodule._buffers[name] = torch.empty(
-                buffer.shape, dtype=buffer.dtype, device=ps.device
-            )
+    on_meta = {name: b for name, b in submodule._buffers.items() if b is not None and b.is_meta}
+    for name, buffer in on_meta.items():
+        submodule._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=ps.device)
     with_initial = [
         parameter
         for parameter in own_parameters.values()
         if getattr(parameter, "initial", None) is not None
     ]
+    says_own_values = len(with_initial) == len(own_parameters)
+    # what gives parameters their first values then does not give them to buffers
+    if on_meta and (init is not None or says_own_values):
+        remake: Any = submodule.reset_parameters
+        remake()
     if init is not None:
         init(submodule)
-    elif len(with_initial) == len(own_parameters):
+    elif says_own_values:
         for name, parameter in own_parameters.items():
             tensor: Tensor = submodule._parameters[name]  # type: ignore[assignment]
             initial = parameter.initial  # type: ignore[attr-defined]

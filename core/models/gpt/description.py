@@ -59,7 +59,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     pairs = [pair for pair in pairs if pair[0] in before["config"] and pair[0] not in _OF_THE_RUN]
     for name in ("transformer_layer_spec", "share_embeddings_and_output_weights"):
         pairs.append((name, before[name], now[name]))
-    return [f"{name}={old} (now {new})" for name, old, new in pairs if old != new]
+    return [f"{name}={old} (now {new})" for name, old, new in pairs if not _says(new, old)]
+
+
+def _says(new: Any, old: Any) -> bool:
+    """Whether they are equal, but for facts inside that an older version did not know."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        return all(name in new and _says(new[name], value) for name, value in old.items())
+    if isinstance(new, list) and isinstance(old, list):
+        return len(new) == len(old) and all(map(_says, new, old))
+    return bool(new == old)
 
 
 def described(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torch import nn
 
+from core.transformer.attention.latent import MultiLatentAttention
 from core.transformer.attention.self_attention import CoreAttention, SelfAttention
 from core.transformer.layer import PostNormLayer, SandwichNormLayer, TransformerLayer
 from core.transformer.mlp import MLP
@@ -20,12 +21,23 @@ def feed_forward(build: Build) -> nn.Module:
     return MLP(build)
 
 
+def attention(build: Build, spec: TransformerLayerSpec) -> nn.Module:
+    """The attention of a layer: what the configuration says."""
+    if build.config.multi_latent_attention:
+        return MultiLatentAttention(build, spec)
+    return SelfAttention(build, spec)
+
+
+# whichever of the two it is
+vars(attention)["knows_context"] = True
+
+
 def gpt2_spec() -> TransformerLayerSpec:
     """GPT-2 style: learned positions; norm, activation and biases as the configuration says."""
     return TransformerLayerSpec(
         layer=TransformerLayer,
         norm=build_norm,
-        attention=SelfAttention,
+        attention=attention,
         core_attention=CoreAttention,
         mlp=feed_forward,
         positions=LearnedPositions,
@@ -53,6 +65,11 @@ def olmo2_spec() -> TransformerLayerSpec:
 
 def moe_spec() -> TransformerLayerSpec:
     """Mixtral style: as Llama's; `num_moe_experts` puts experts in the place of MLPs, under every spec."""
+    return llama_spec()
+
+
+def mla_spec() -> TransformerLayerSpec:
+    """DeepSeek style: as Llama's; `multi_latent_attention` makes keys and values of latents, under every spec."""
     return llama_spec()
 
 

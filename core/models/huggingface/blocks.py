@@ -133,6 +133,18 @@ def _gate_up(names: tuple[str, ...], offset: int, box: Slices) -> Iterator[Block
         yield Block(names[half], (rows, *rest), (half - halves.start,))
 
 
+def _heads(names: tuple[str, ...], box: Slices, config: TransformerConfig) -> Iterator[Block]:
+    heads, dims, *rest = box
+    assert dims.start == 0, "tensor parallelism splits heads, never a head"
+    rows = slice(heads.start * dims.stop, heads.stop * dims.stop)
+    yield Block(names[0], (rows, *rest), ())
+
+
+def _heads_shape(hf_shape: Shape, config: TransformerConfig) -> Shape:
+    heads = config.num_attention_heads
+    return (heads, hf_shape[0] // heads, *hf_shape[1:])
+
+
 # the tensor itself
 same = Kind(_same, lambda hf_shape, config: hf_shape)
 # GPT-2's Conv1D keeps [in, out]
@@ -144,6 +156,8 @@ qkv_fused = Kind(_qkv_in_rows, lambda hf_shape, config: _qkv_shape(hf_shape[1:],
 qkv_fused_transposed = Kind(
     _qkv_in_columns, lambda hf_shape, config: _qkv_shape(hf_shape[:-1], config)
 )
+# [a, d, c] of latent attention: rows are (head, dim)
+heads = Kind(_heads, _heads_shape)
 # the two halves of a gated MLP, a tensor each; or all gates, then all ups, in the rows of one (Phi-3)
 gate_up = Kind(_gate_up_apart, lambda hf_shape, config: (2, *hf_shape))
 gate_up_fused = Kind(_gate_up_in_rows, lambda hf_shape, config: (2, config.ffn, *hf_shape[1:]))

@@ -13,6 +13,7 @@ import torch
 
 from core.models.gpt.gpt_layer_specs import gemma3_spec, olmo2_spec
 from core.models.huggingface.facts import Facts
+from core.models.huggingface.family.deepseek import DeepseekV2, DeepseekV3
 from core.models.huggingface.family.experts import Glm4Moe, Mixtral, Qwen3Moe
 from core.models.huggingface.family.family import Family, HuggingFaceModel, Rules
 from core.models.huggingface.family.gemma3 import Gemma3
@@ -21,6 +22,7 @@ from core.models.huggingface.family.llama_like import LlamaLike
 from core.models.huggingface.family.others import OTHERS
 from core.models.huggingface.family.smollm3 import SmolLM3
 from core.models.huggingface.rows import (
+    DEEPSEEK_ROWS,
     GEMMA3_ROWS,
     GPT2_ROWS,
     MIXTRAL_ROWS,
@@ -73,6 +75,8 @@ FAMILIES: dict[str, Family] = {
     "mixtral": _MIXTRAL.family("MixtralForCausalLM", MIXTRAL_ROWS),
     "qwen3_moe": _QWEN3_MOE.family("Qwen3MoeForCausalLM", MOE_ROWS),
     "glm4_moe": _GLM4_MOE.family("Glm4MoeForCausalLM", MOE_ROWS),
+    "deepseek_v3": DeepseekV3().family("DeepseekV3ForCausalLM", DEEPSEEK_ROWS),
+    "deepseek_v2": DeepseekV2().family("DeepseekV2ForCausalLM", DEEPSEEK_ROWS),
     "gpt2": Family(
         architecture="GPT2LMHeadModel",
         model=gpt2_model,
@@ -81,6 +85,8 @@ FAMILIES: dict[str, Family] = {
         rows=GPT2_ROWS,
     ),
 }
+# other names of the same models, in configurations that bring a copy of the class
+ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 def from_huggingface(hf: Any, *, params_dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
@@ -115,6 +121,8 @@ def from_huggingface(hf: Any, *, params_dtype: torch.dtype = torch.float32) -> H
 def family_of(facts: Facts) -> Family:
     """Raises ValueError: a model type that is not supported."""
     kind = facts["model_type"]
+    if isinstance(kind, str):
+        kind = ALIASES.get(kind, kind)
     if isinstance(kind, str) and kind in FAMILIES:
         return FAMILIES[kind]
     if isinstance(kind, str) and kind in OTHERS:

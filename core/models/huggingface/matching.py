@@ -65,7 +65,8 @@ def _facts(model: HuggingFaceModel) -> dict[str, Any]:
         per_layer if model.transformer_layer_spec.rotary is not None else None
     )
     facts["windows"] = config.windows or (None,) * config.num_layers
-    facts["softmax_scale"] = config.softmax_scale or config.head_size**-0.5
+    facts["softmax_scale"] = [config.score_scale(layer) for layer in range(config.num_layers)]
+    facts["latent_layernorm_epsilon"] = config.latent_layernorm_epsilon or config.layernorm_epsilon
     layers = [config.has_experts(layer) for layer in range(config.num_layers)]
     # without experts their settings say nothing, whatever their values
     if not any(layers):

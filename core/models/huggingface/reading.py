@@ -11,7 +11,7 @@ from torch import Tensor
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.blocks import Block
 from core.models.huggingface.families import FAMILIES
-from core.models.huggingface.rows import STACKED_ROWS, Row, rows_of
+from core.models.huggingface.rows import STACKED_DEEPSEEK_ROWS, STACKED_ROWS, Row, rows_of
 from core.models.huggingface.sources import Folder, Recorded, StateDict, WeightSource
 from core.parallel_state import layout_of
 from core.parallel_state.layout import Slices, true_part
@@ -147,11 +147,10 @@ def canonical(state: Mapping[str, Tensor], config: TransformerConfig) -> dict[st
 def _rows(source: Recorded, config: TransformerConfig) -> dict[str, Row]:
     """Our name -> row, of the family whose names these are."""
     if any(table in source for table in _TABLES):
-        tables = {id(family.rows): family.rows for family in FAMILIES.values()} | {
-            id(STACKED_ROWS): STACKED_ROWS
-        }
+        tables = [family.rows for family in FAMILIES.values()]
+        different = {id(table): table for table in (*tables, STACKED_ROWS, STACKED_DEEPSEEK_ROWS)}
         # families share names: the table that knows most of them, and lacks fewest, is theirs
-        best = max(tables.values(), key=lambda table: _fit(source, table, config))
+        best = max(different.values(), key=lambda table: _fit(source, table, config))
         return rows_of(best, range(config.num_layers), config.num_moe_experts)
     for table in _TABLES:
         prefix, _, bare = table.partition(".")

@@ -8,6 +8,7 @@ from core.models.huggingface.blocks import (
     Kind,
     gate_up,
     gate_up_fused,
+    heads,
     qkv,
     qkv_fused,
     qkv_fused_transposed,
@@ -156,9 +157,8 @@ MIXTRAL_ROWS = (
         (f"{_LLAMA}block_sparse_moe.experts.{{e}}.w2.weight",),
     ),
 )
-# dense layers, and in layers with experts a router, its bias, experts and shared ones: what a family has of these
-_BESIDE_EXPERTS = (
-    *LLAMA_ROWS,
+# in layers with experts a router, its bias and shared ones: what a family has of these
+_ROUTER_AND_SHARED = (
     Row(f"{_OURS}mlp.router.weight", same, (f"{_LLAMA}mlp.gate.weight",)),
     Row(f"{_OURS}mlp.router.expert_bias", same, (f"{_LLAMA}mlp.gate.e_score_correction_bias",)),
     Row(
@@ -175,8 +175,7 @@ _BESIDE_EXPERTS = (
         (f"{_LLAMA}mlp.shared_experts.down_proj.weight",),
     ),
 )
-MOE_ROWS = (
-    *_BESIDE_EXPERTS,
+_EXPERTS_APART = (
     Row(
         f"{_EXPERTS}linear_fc1.weight",
         expert_gate_up,
@@ -187,11 +186,31 @@ MOE_ROWS = (
     ),
     Row(f"{_EXPERTS}linear_fc2.weight", experts, (f"{_LLAMA}mlp.experts.{{e}}.down_proj.weight",)),
 )
-STACKED_ROWS = (
-    *_BESIDE_EXPERTS,
+_EXPERTS_STACKED = (
     Row(f"{_EXPERTS}linear_fc1.weight", stacked_gate_up, (f"{_LLAMA}mlp.experts.gate_up_proj",)),
     Row(f"{_EXPERTS}linear_fc2.weight", stacked_experts, (f"{_LLAMA}mlp.experts.down_proj",)),
 )
+
+# latents instead of a fused query, key and value; names of the query's depend on whether it has one
+_LATENTS = {
+    (f"{_OURS}self_attention.linear_q_proj", heads): (f"{_LLAMA}self_attn.q_proj",),
+    (f"{_OURS}self_attention.linear_q_down_proj", same): (f"{_LLAMA}self_attn.q_a_proj",),
+    (f"{_OURS}self_attention.q_layernorm", same): (f"{_LLAMA}self_attn.q_a_layernorm",),
+    (f"{_OURS}self_attention.linear_q_up_proj", heads): (f"{_LLAMA}self_attn.q_b_proj",),
+    (f"{_OURS}self_attention.linear_kv_down_proj", same): (
+        f"{_LLAMA}self_attn.kv_a_proj_with_mqa",
+    ),
+    (f"{_OURS}self_attention.kv_layernorm", same): (f"{_LLAMA}self_attn.kv_a_layernorm",),
+    (f"{_OURS}self_attention.linear_kv_up_proj", heads): (f"{_LLAMA}self_attn.kv_b_proj",),
+    (f"{_OURS}mlp.linear_fc1", gate_up): (f"{_LLAMA}mlp.gate_proj", f"{_LLAMA}mlp.up_proj"),
+}
+_DEEPSEEK = (*_with_biases(_SHARED | _LATENTS | _NORMS_BEFORE), *_ROUTER_AND_SHARED)
+
+# dense layers and layers with experts; stacked as transformers has them in memory
+MOE_ROWS = (*LLAMA_ROWS, *_ROUTER_AND_SHARED, *_EXPERTS_APART)
+STACKED_ROWS = (*LLAMA_ROWS, *_ROUTER_AND_SHARED, *_EXPERTS_STACKED)
+DEEPSEEK_ROWS = (*_DEEPSEEK, *_EXPERTS_APART)
+STACKED_DEEPSEEK_ROWS = (*_DEEPSEEK, *_EXPERTS_STACKED)
 
 PHI3_ROWS = _with_biases(
     _SHARED

@@ -51,7 +51,7 @@ def _model_rules(model: ModelConfig, parallel: ParallelConfig) -> Rules:
         return
     yield from layout_rules(config, parallel)
     # as Rotary counts them
-    rotated = int(config.head_size * config.rotary_percent)
+    rotated = int(config.rotary_size * config.rotary_percent)
     share = ""
     if config.rotary_percent < 1:
         share = f" x rotary_percent={config.rotary_percent}"

@@ -110,10 +110,37 @@ class ModelConfig:
 
     rotary_scaling: dict[str, str | float] = field(default_factory=dict)
     """How the rotary frequencies were changed for longer texts, {kind = "llama3", factor = 8.0, ...}, {kind =
-    "linear", factor = 2.0}, or {kind = "none"} beside a preset that has one; default: the preset's, or none."""
+    "linear", factor = 2.0}, {kind = "yarn", factor = 40.0, ...}, or {kind = "none"} beside a preset that has one;
+    default: the preset's, or none."""
 
     softmax_scale: float | None = None
-    """What attention's scores are multiplied by before their softmax; default: 1 / sqrt(kv_channels)."""
+    """What attention's scores are multiplied by before their softmax; default: 1 / sqrt(kv_channels), times what a
+    rotary_scaling of kind yarn asks for."""
+
+    multi_latent_attention: bool | None = None
+    """Keys and values of all heads are made of one small vector per token (MLA: DeepSeek-V2 and -V3); with
+    qk_layernorm the small vectors are normalised. Default: false."""
+
+    q_lora_rank: int | None = None
+    """Elements of the small vector that queries are made of; default: queries are made without one."""
+
+    kv_lora_rank: int | None = None
+    """Elements of the one that keys and values are made of; default with multi_latent_attention: 512."""
+
+    qk_head_dim: int | None = None
+    """Elements of a query and key head that do not rotate; default with multi_latent_attention: 128."""
+
+    qk_pos_emb_head_dim: int | None = None
+    """Elements of a query and key head that rotate, of keys the same for all heads; default so: 64."""
+
+    v_head_dim: int | None = None
+    """Elements of a value head; default with multi_latent_attention: 128."""
+
+    latent_layernorm_epsilon: float | None = None
+    """That of the norms of the small vectors; default: layernorm_epsilon."""
+
+    rotary_interleaved: bool | None = None
+    """With multi_latent_attention: neighbouring elements turn together, not those half apart; default: false."""
 
     embedding_multiplier: float | None = None
     """What token embeddings are multiplied by; default: 1."""
@@ -152,6 +179,9 @@ class ModelConfig:
 
     moe_router_group_topk: int | None = None
     """How many groups are chosen from."""
+
+    moe_router_group_score_topk: int | None = None
+    """By the sum of so many of their best experts' scores (DeepSeek-V3: 2, DeepSeek-V2: 1); default: 2."""
 
     moe_router_enable_expert_bias: bool | None = None
     """A bias per expert chooses, and moves after each step towards experts that few tokens use; default: false."""

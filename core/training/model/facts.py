@@ -38,7 +38,15 @@ DEFAULTS: dict[str, Any] = {
     "rotary_base": 10000.0,
     "rotary_percent": 1.0,
     "rotary_scaling": {},
+    "rotary_interleaved": False,
     "softmax_scale": None,
+    "multi_latent_attention": False,
+    "q_lora_rank": None,
+    "kv_lora_rank": None,
+    "qk_head_dim": None,
+    "qk_pos_emb_head_dim": None,
+    "v_head_dim": None,
+    "latent_layernorm_epsilon": None,
     "embedding_multiplier": 1.0,
     "num_moe_experts": None,
     "moe_router_topk": 2,
@@ -49,6 +57,7 @@ DEFAULTS: dict[str, Any] = {
     "moe_router_topk_scaling_factor": None,
     "moe_router_num_groups": None,
     "moe_router_group_topk": None,
+    "moe_router_group_score_topk": 2,
     "moe_router_enable_expert_bias": False,
     "moe_router_bias_update_rate": 1e-3,
     "moe_router_load_balancing_type": "aux_loss",
@@ -256,6 +265,7 @@ def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
     facts = {name: value for name, value in vars(model.config).items() if name in DEFAULTS}
     spec = model.transformer_layer_spec
     scaling = model.config.rotary_scaling
+    table = asdict(scaling) if scaling is not None else {}
     if spec.rotary is not None:
         kind = "rope"
     elif spec.positions is not None:
@@ -264,7 +274,7 @@ def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:
         kind = "none"
     windows = model.config.windows or ()
     return facts | {
-        "rotary_scaling": asdict(scaling) if scaling is not None else {},
+        "rotary_scaling": {name: value for name, value in table.items() if value is not None},
         "windows": tuple(str(window) for window in windows),
         "moe_layer_freq": _frequency_texts(model.config.moe_layer_freq),
         "position_embedding_type": kind,

@@ -33,8 +33,10 @@ class LayerCache:
                 f"a cache of {self.positions} positions holds {start} tokens; {new} more do not fit"
             )
         if self._keys_and_values is None:
-            shape = (*k.shape[:2], self.positions, k.shape[3])
-            self._keys_and_values = k.new_empty(shape), v.new_empty(shape)
+            shape = (*k.shape[:2], self.positions)
+            keys = k.new_empty(*shape, k.shape[3])
+            # of latent attention values have a size of their own
+            self._keys_and_values = keys, v.new_empty(*shape, v.shape[3])
         all_keys, all_values = self._keys_and_values
         all_keys[:, :, start : start + new] = k
         all_values[:, :, start : start + new] = v

@@ -31,7 +31,8 @@ STRIP = 1024
 class CoreAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v through torch's scaled_dot_product_attention; no parameters.
 
-    `softmax_scale` of the configuration takes the place of 1 / sqrt(d).
+    The configuration's `score_scale` takes the place of 1 / sqrt(d). Values may be of another size than keys (latent
+    attention): the fused kernels are given zeros beside the smaller ones.
 
     In a layer with a window a token sees that many tokens, itself included (Mistral 7B, arXiv 2310.06825).
     Context ranks exchange keys, or heads; at cp 1 there are no collectives.
@@ -44,7 +45,10 @@ class CoreAttention(nn.Module):
         super().__init__()
         config = build.config
         self.grouped = config.groups != config.num_attention_heads
-        self.softmax_scale = config.softmax_scale
+        # None: 1 / sqrt(d), which torch computes itself
+        scale = config.score_scale(build.layer)
+        has_other_scale = scale != config.head_size**-0.5 or config.multi_latent_attention
+        self.softmax_scale = scale if has_other_scale else None
         self.dropout = Dropout(build, config.attention_dropout, "attention", sharded=True)
         if config.windows is not None:
             self.window = config.windows[build.layer]
@@ -56,11 +60,15 @@ class CoreAttention(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None" = None
     ) -> Tensor:
-        """q [b, a/tp, n, d], k and v [b, g/tp, t, d] -> [b, a/tp, n, d]; the n queries are the last of t tokens.
+        """q [b, a/tp, n, d], k [b, g/tp, t, d], v [b, g/tp, t, d'] -> [b, a/tp, n, d'].
+
+        The n queries are the last of t tokens.
 
         Over context ranks n = t = s/cp. attention_mask: None is causal, else documents, or bool [b, 1, n, t], True =
         masked out (on one context rank).
         """
+        if v.shape[3] != q.shape[3]:
+            return self._padded(q, k, v, attention_mask)
         if self.training:
             p = self.dropout.p
         else:
@@ -81,6 +89,17 @@ class CoreAttention(nn.Module):
         if self._has_long_strips(k):
             return self._attend_in_strips(q, k, v, attention_mask, 0.0)
         return self._attend(q, k, v, attention_mask, 0.0)
+
+    def _padded(
+        self, q: Tensor, k: Tensor, v: Tensor, attention_mask: "Tensor | Documents | None"
+    ) -> Tensor:
+        """With zeros up to one size: they add nothing to scores, and their columns of the output are cut off."""
+        size = v.shape[3]
+        width = max(size, q.shape[3])
+        q = _as_wide_as(width, q)
+        k = _as_wide_as(width, k)
+        v = _as_wide_as(width, v)
+        return self.forward(q, k, v, attention_mask)[..., :size]
 
     def _keeps_output(
         self, q: Tensor, k: Tensor, attention_mask: "Tensor | Documents | None", p: float
@@ -173,6 +192,13 @@ class CoreAttention(nn.Module):
             )
             outputs.append(attended)
         return torch.cat(outputs, 2)
+
+
+def _as_wide_as(width: int, x: Tensor) -> Tensor:
+    """[..., d] with zeros up to `width`."""
+    if x.shape[-1] == width:
+        return x
+    return F.pad(x, (0, width - x.shape[-1]))
 
 
 class SelfAttention(nn.Module):

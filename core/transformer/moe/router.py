@@ -37,8 +37,8 @@ class Router(SpreadModule):
     weight: [E, h], whole on every rank; each tensor rank routes tokens of its own, so gradients are partial over tp.
     score function "softmax": the k largest logits, softmax over these (Mixtral, Qwen3-MoE); with pre_softmax over
     all experts, and the k largest probabilities as they are. "sigmoid" (DeepSeek-V3, arXiv 2412.19437): the k largest
-    scores, divided by their sum; with groups, of the best groups only (by the sum of their two largest scores). Both
-    times `moe_router_topk_scaling_factor`.
+    scores, divided by their sum. Both times `moe_router_topk_scaling_factor`; with groups, of the best groups only,
+    by the sum of their `moe_router_group_score_topk` largest scores (DeepSeek-V3: 2; DeepSeek-V2: 1).
 
     With `moe_router_enable_expert_bias` experts are chosen by score + `expert_bias` (float32 [E], saved), weights
     are made of scores alone; `end_step` moves it by `moe_router_bias_update_rate` towards experts with fewer rows
@@ -64,6 +64,7 @@ class Router(SpreadModule):
         self.scaling = config.moe_router_topk_scaling_factor
         self.num_groups = config.moe_router_num_groups
         self.group_topk = config.moe_router_group_topk
+        self.group_score_topk = config.moe_router_group_score_topk
         self.group = build.parallel.group("tp")
         layout = Layout((experts, config.hidden_size), partial=frozenset({"tp"}))
         self.weight = build.place.parameter(layout, Init(std=config.init_method_std))
@@ -89,6 +90,12 @@ class Router(SpreadModule):
             elif moved.dtype != old.dtype:
                 self._buffers[name] = old.to(moved.device)
         return self
+
+    def reset_parameters(self) -> None:
+        """The buffers begin at 0; the weight's first values are the model's to draw. For a model that was on meta."""
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = torch.zeros_like(buffer, device=self.weight.device)
 
     def end_step(self, rows: Tensor) -> None:
         """rows: int64 [E], how many each expert got in the step, on all ranks together."""
@@ -133,7 +140,8 @@ class Router(SpreadModule):
             preference = scores + self.expert_bias
         if self.num_groups is not None and self.group_topk is not None:
             by_group = preference.unflatten(1, (self.num_groups, -1))
-            group_scores = by_group.topk(min(2, by_group.shape[2]), dim=-1).values.sum(-1)
+            counted = min(self.group_score_topk, by_group.shape[2])
+            group_scores = by_group.topk(counted, dim=-1).values.sum(-1)
             best = group_scores.topk(self.group_topk, dim=-1, sorted=False).indices
             left_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, best, False)
             preference = by_group.masked_fill(left_out[..., None], -torch.inf).flatten(1)

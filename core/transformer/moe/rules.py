@@ -97,6 +97,8 @@ def _group_rules(config: ExpertFacts, experts: int) -> Iterator[tuple[bool, str]
         1 <= best <= groups,
         f"moe_router_group_topk={best} must lie between 1 and moe_router_num_groups={groups}",
     )
+    counted = config.moe_router_group_score_topk
+    yield counted >= 1, f"moe_router_group_score_topk={counted} must be at least 1"
     experts_left = best * experts // max(groups, 1)
     yield (
         config.moe_router_topk <= experts_left,

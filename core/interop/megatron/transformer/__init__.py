@@ -2,5 +2,8 @@
 
 from core.interop.megatron.transformer.module import MegatronModule as MegatronModule
 from core.interop.megatron.transformer.transformer_config import (
+    MLATransformerConfig as MLATransformerConfig,
+)
+from core.interop.megatron.transformer.transformer_config import (
     TransformerConfig as TransformerConfig,
 )

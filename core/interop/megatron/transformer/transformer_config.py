@@ -1,4 +1,4 @@
-"""Megatron's `TransformerConfig`: its fields that describe the model; sizes are checked against the layout."""
+"""Megatron's `TransformerConfig` and `MLATransformerConfig`: the fields of a model; sizes must be the layout's."""
 
 from dataclasses import fields
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from core.parallel_state import current_state, model_parallel_is_initialized
+from core.transformer.transformer_config import RotaryScaling
 from core.transformer.transformer_config import TransformerConfig as ModelConfig
 
 # in words of its own
@@ -107,6 +108,55 @@ class TransformerConfig(ModelConfig):
         super().__init__(**model_fields)
         for name, value in runtime_fields.items():
             setattr(self, name, value)
+
+
+# Megatron's, where they are not our own
+_LATENT_DEFAULTS = {"q_lora_rank": 512, "normalization": "RMSNorm"}
+_YARN_DEFAULTS: dict[str, Any] = {
+    "rotary_scaling_factor": 40,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+
+
+class MLATransformerConfig(TransformerConfig):
+    """The same of latent attention. rope_type: "yarn" (the default) with Megatron's numbers, or "rope".
+
+    Pairs that rotate are neighbours, as in Megatron's latent attention. Raises ValueError: another rope_type;
+    cache_mla_latents.
+    """
+
+    def __init__(self, **arguments: Any) -> None:
+        arguments = _LATENT_DEFAULTS | {"multi_latent_attention": True} | arguments
+        kind = arguments.pop("rope_type", "yarn")
+        scaling: dict[str, Any] = {}
+        for name, default in _YARN_DEFAULTS.items():
+            scaling[name] = arguments.pop(name, default)
+        if kind not in ("rope", "yarn"):
+            raise ValueError(
+                f"MLATransformerConfig: rope_type={kind!r} is none of the 2: rope, yarn"
+            )
+        if arguments.pop("rotary_interleaved", False):
+            raise ValueError(
+                "MLATransformerConfig: rotary_interleaved=True turns pairs of pairs in Megatron's latent attention; "
+                "leave it out, neighbours turn together"
+            )
+        if arguments.pop("cache_mla_latents", False):
+            raise ValueError(
+                "MLATransformerConfig: cache_mla_latents=True is not here, the cache of generation holds keys and "
+                "values of heads; leave it out"
+            )
+        yarn = RotaryScaling(kind="yarn", factor=scaling.pop("rotary_scaling_factor"), **scaling)
+        if kind == "yarn":
+            arguments["rotary_scaling"] = yarn
+        super().__init__(**arguments, rotary_interleaved=True)
+        # Megatron scales scores by the factor with rope, too
+        if kind == "rope" and self.softmax_scale is None and yarn.score_factor != 1:
+            scale = self.head_size**-0.5 * yarn.score_factor
+            object.__setattr__(self, "softmax_scale", scale)
 
 
 def _check_sizes(sizes: dict[str, int]) -> None:

@@ -102,34 +102,70 @@ class Qwen3Moe(LlamaLike):
 
 @dataclass(frozen=True, kw_only=True)
 class Glm4Moe(LlamaLike):
-    """DeepSeek-V3's routing beside Llama's attention: sigmoid, groups, a bias, shared experts, first layers dense."""
+    """DeepSeek-V3's routing beside Llama's attention: sigmoid, groups, a bias, shared experts, first layers dense.
+
+    The fields hold where a configuration does not say. may_be_dense: no layer needs experts.
+    """
+
+    first_dense: int = 1
+    experts: int = 128
+    experts_of_token: int = 8
+    expert_width: int = 1408
+    shared_experts: int = 1
+    scaling: float = 1.0
+    expert_groups: int = 1
+    best_groups: int = 1
+    may_be_dense: bool = False
 
     def config(self, facts: Facts) -> dict[str, Any]:
         """The arguments of TransformerConfig."""
-        dense = facts.get("first_k_dense_replace", 1)
-        layers = facts["num_hidden_layers"]
-        width = facts.get("moe_intermediate_size", 1408)
-        groups = facts.get("n_group", 1)
-        best = facts.get("topk_group", 1)
         # parts that predict more tokens: not of the model
         for name in ("num_nextn_predict_layers", "num_mtp_layers"):
             facts.get(name)
-        return super().config(facts) | {
-            "add_bias_linear": False,
-            "add_qkv_bias": bool(facts.get("attention_bias", False)),
-            "qk_layernorm": bool(facts.get("use_qk_norm", False)),
-            "num_moe_experts": facts.get("n_routed_experts") or facts.get("num_local_experts", 128),
+        return (
+            super().config(facts)
+            | {
+                "add_bias_linear": False,
+                "add_qkv_bias": bool(facts.get("attention_bias", False)),
+                "qk_layernorm": bool(facts.get("use_qk_norm", False)),
+            }
+            | self.of_experts(facts)
+        )
+
+    def of_experts(self, facts: Facts) -> dict[str, Any]:
+        """The arguments of TransformerConfig that concern experts."""
+        dense = facts.get("first_k_dense_replace", self.first_dense)
+        layers = facts["num_hidden_layers"]
+        width = facts.get("moe_intermediate_size", self.expert_width)
+        shared = facts.get("n_shared_experts", self.shared_experts)
+        groups, best = self._groups(facts)
+        arguments = {
+            "num_moe_experts": self._experts(facts),
             "moe_layer_freq": tuple(int(layer >= dense) for layer in range(layers)),
-            "moe_router_topk": facts.get("num_experts_per_tok", 8),
+            "moe_router_topk": facts.get("num_experts_per_tok", self.experts_of_token),
             "moe_ffn_hidden_size": width,
-            "moe_shared_expert_intermediate_size": width * facts.get("n_shared_experts", 1),
+            "moe_shared_expert_intermediate_size": width * shared,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
-            "moe_router_topk_scaling_factor": float(facts.get("routed_scaling_factor", 1.0)),
+            "moe_router_topk_scaling_factor": float(
+                facts.get("routed_scaling_factor", self.scaling)
+            ),
             # one group of all experts is no restriction
             "moe_router_num_groups": groups if groups > 1 else None,
             "moe_router_group_topk": best if groups > 1 else None,
         }
+        if self.may_be_dense and dense >= layers:
+            return {}
+        return arguments
+
+    def _groups(self, facts: Facts) -> tuple[int, int]:
+        """How many groups of experts there are, and of how many of them experts are chosen."""
+        groups = facts.get("n_group", self.expert_groups)
+        return groups, facts.get("topk_group", self.best_groups)
+
+    def _experts(self, facts: Facts) -> int:
+        count: int = facts.get("n_routed_experts") or facts.get("num_local_experts", self.experts)
+        return count
 
     def _biases(self, facts: Facts) -> tuple[bool, bool]:
         """`attention_bias` is of query, key and value only."""
@@ -138,39 +174,45 @@ class Glm4Moe(LlamaLike):
     def rules(self, facts: Facts) -> Rules:
         """Those of Llama's relatives, and of the router."""
         yield from super().rules(facts)
-        divided = facts.get("norm_topk_prob", True)
-        chosen = facts.get("num_experts_per_tok", 8)
-        yield (
-            bool(divided) == (chosen > 1),
-            f"norm_topk_prob={divided} with num_experts_per_tok={chosen}: weights of several experts are divided by "
-            f"their sum here, that of 1 is not; set norm_topk_prob={chosen > 1}",
-        )
-        groups = facts.get("n_group", 1)
-        best = facts.get("topk_group", 1)
-        experts = facts.get("n_routed_experts") or facts.get("num_local_experts", 128)
+        yield from self.weight_rules(facts)
+        chosen = facts.get("num_experts_per_tok", self.experts_of_token)
+        groups, best = self._groups(facts)
+        experts = self._experts(facts)
         experts_left = best * experts // groups
         yield (
             groups == 1 or chosen <= experts_left,
             f"num_experts_per_tok={chosen}, but topk_group={best} of n_group={groups} groups leave {experts_left} of "
             f"{experts} experts; use fewer experts, or more groups of them",
         )
-        dense = facts.get("first_k_dense_replace", 1)
+        dense = facts.get("first_k_dense_replace", self.first_dense)
         layers = facts["num_hidden_layers"]
         yield (
-            0 <= dense < layers,
+            0 <= dense < layers or self.may_be_dense,
             f"first_k_dense_replace={dense} of num_hidden_layers={layers} leaves no layer with experts; such a model "
             "is a Llama",
         )
         yield (
-            facts.get("n_shared_experts", 1) >= 1,
+            facts.get("n_shared_experts", self.shared_experts) >= 1,
             "n_shared_experts=0 is not supported; 1 or more are",
         )
         yield from balancing_rules(facts)
+
+    def weight_rules(self, facts: Facts) -> Rules:
+        """Of the weights of a token's experts."""
+        divided = facts.get("norm_topk_prob", True)
+        chosen = facts.get("num_experts_per_tok", self.experts_of_token)
+        yield (
+            bool(divided) == (chosen > 1),
+            f"norm_topk_prob={divided} with num_experts_per_tok={chosen}: weights of several experts are divided by "
+            f"their sum here, that of 1 is not; set norm_topk_prob={chosen > 1}",
+        )
 
     def fields(self, model: HuggingFaceModel) -> Fields:
         """What the family would say of a model of ours."""
         config = model.config
         shared = config.moe_shared_expert_intermediate_size or 0
+        with_experts = filter(config.has_experts, range(config.num_layers))
+        none = config.num_layers if self.may_be_dense else 0
         return super().fields(model) | {
             "attention_bias": config.add_qkv_bias,
             "use_qk_norm": config.qk_layernorm,
@@ -182,7 +224,7 @@ class Glm4Moe(LlamaLike):
             "n_group": config.moe_router_num_groups or 1,
             "topk_group": config.moe_router_group_topk or 1,
             "norm_topk_prob": config.moe_router_topk > 1,
-            "first_k_dense_replace": next(filter(config.has_experts, range(config.num_layers)), 0),
+            "first_k_dense_replace": next(with_experts, none),
             "num_nextn_predict_layers": 0,
         }
 

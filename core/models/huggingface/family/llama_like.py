@@ -39,8 +39,8 @@ class LlamaLike:
     ignore one). qkv_bias: a bias on query, key and value always. qk_norm: query and key heads are normalised.
     window: "never", "always" where a `sliding_window` is set, or "by layer", as `use_sliding_window` and
     `layer_types` or `max_window_layers` say. partial_rotary: it has `partial_rotary_factor`. dropout: it has
-    `resid_pdrop`. activation_field: the field that names the activation. The rest is what holds where a
-    configuration does not say.
+    `resid_pdrop`. activation_field: the field that names the activation. scalings: of rotary positions, that are here
+    as the family has them. The rest is what holds where a configuration does not say.
     """
 
     spec: Callable[[], TransformerLayerSpec] = llama_spec
@@ -52,6 +52,7 @@ class LlamaLike:
     partial_rotary: bool = False
     dropout: bool = False
     activation_field: str = "hidden_act"
+    scalings: tuple[str, ...] = SCALINGS
     activation: str = "silu"
     tied: bool = False
     epsilon: float = 1e-6
@@ -117,9 +118,9 @@ class LlamaLike:
 
     def rotary_rules(self, facts: Facts) -> Rules:
         """What is refused of rotary positions: kinds of scaling that are not here, a part of the head that is odd."""
-        yield from rotary_rules(facts)
+        yield from rotary_rules(facts, self.scalings)
         ropes = [facts.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
-        supported = all(rope_kind(rope) in SCALINGS for rope in ropes)
+        supported = all(rope_kind(rope) in self.scalings for rope in ropes)
         percent = 1.0
         if supported:
             percent = one_rotary(facts, self.rope_theta).percent

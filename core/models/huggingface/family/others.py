@@ -6,7 +6,6 @@ _BESIDE = (
 _PAIRS = (
     "rotary positions turn neighbouring numbers of a head there, here numbers half a head apart"
 )
-_LATENT = "its attention makes queries, keys and values of shared small vectors (multi-head latent attention)"
 _LINEAR = "layers of it have linear attention (gated delta rule), which nothing here computes"
 _STATES = "its layers are state spaces, not attention"
 _ALIBI = "its positions are a bias of the scores (ALiBi)"
@@ -15,8 +14,6 @@ OTHERS = {
     "bloom": _ALIBI,
     "cohere": f"{_BESIDE}; {_PAIRS}",
     "cohere2": f"{_BESIDE}; {_PAIRS}",
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": f"{_LATENT}; its experts are those of glm4_moe",
     "exaone4": "norms are after attention and MLP only (as in olmo2), and in each query and key head (as in qwen3)",
     "falcon": _BESIDE,
     "gemma": "its norms multiply by 1 + weight before attention and MLP only; gemma3_text has four in a layer",

@@ -9,6 +9,15 @@ from core.transformer.transformer_config import RotaryConfig, RotaryScaling
 
 SCALINGS = ("default", "linear", "llama3")
 _FACTORS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_OF_YARN = (
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+)
 
 
 def rope_kind(rope: Mapping[str, Any]) -> str:
@@ -25,9 +34,12 @@ def rotary_config(
     if rope_kind(rope) != "default":
         # Llama 3's scaling starts from the model's positions where no others are said
         factors = {"original_max_position_embeddings": facts["max_position_embeddings"], **rope}
+        if rope_kind(rope) == "yarn":
+            # as in transformers, 0 and null say nothing
+            factors = {name: value for name, value in factors.items() if value}
         typed = RotaryScaling(
             kind=rope_kind(rope),
-            **{name: factors[name] for name in _FACTORS if name in factors},
+            **{name: factors[name] for name in _names(rope_kind(rope)) if name in factors},
         )
     return RotaryConfig(
         base=rope.get("rope_theta", base),
@@ -38,14 +50,18 @@ def rotary_config(
 
 def one_rotary(facts: Facts, base: float) -> RotaryConfig:
     """Of a model whose layers all rotate alike; `base` is the family's own."""
-    today = facts.get("rope_parameters") or {}
-    rope = {**(facts.get("rope_scaling") or {}), **today}
     older_base = facts.get("rope_theta", base)
     older_percent = facts.get("partial_rotary_factor", 1.0)
-    return rotary_config(rope, older_base, older_percent, facts)
+    return rotary_config(whole_rope(facts), older_base, older_percent, facts)
 
 
-def rotary_rules(facts: Facts) -> Rules:
+def whole_rope(facts: Facts) -> dict[str, Any]:
+    """What a model whose layers all rotate alike says in both forms."""
+    today = facts.get("rope_parameters") or {}
+    return {**(facts.get("rope_scaling") or {}), **today}
+
+
+def rotary_rules(facts: Facts, known: tuple[str, ...] = SCALINGS) -> Rules:
     """One set of parameters, of a scaling that is known."""
     today = facts.get("rope_parameters") or {}
     older = facts.get("rope_scaling") or {}
@@ -54,13 +70,15 @@ def rotary_rules(facts: Facts) -> Rules:
         f"rope_parameters={today} and rope_scaling={older} contradict each other; leave one out",
     )
     for rope in (today, older):
-        yield is_known_scaling(rope)
+        yield is_known_scaling(rope, known)
 
 
-def is_known_scaling(rope: Mapping[str, Any]) -> tuple[bool, str]:
-    """A rule: the scaling is one of ours."""
+def is_known_scaling(
+    rope: Mapping[str, Any], known: tuple[str, ...] = SCALINGS
+) -> tuple[bool, str]:
+    """A rule: the scaling is one of those that a family may have."""
     kind = rope_kind(rope)
-    return kind in SCALINGS, f"rope_type={kind!r} is not supported; {', '.join(SCALINGS)} are"
+    return kind in known, f"rope_type={kind!r} is not supported; {', '.join(known)} are"
 
 
 def rope_fields(rotary: RotaryConfig) -> Fields:
@@ -74,5 +92,12 @@ def rope_fields(rotary: RotaryConfig) -> Fields:
 
 def scaling_fields(scaling: RotaryScaling) -> Fields:
     """A scaling as `rope_scaling` says it."""
-    names = _FACTORS if scaling.kind == "llama3" else ("factor",)
-    return {"rope_type": scaling.kind} | {name: getattr(scaling, name) for name in names}
+    names = ("factor",) if scaling.kind == "linear" else _names(scaling.kind)
+    values = {name: getattr(scaling, name) for name in names}
+    # null and absent are one
+    said = {name: value for name, value in values.items() if value is not None}
+    return {"rope_type": scaling.kind} | said
+
+
+def _names(kind: str) -> tuple[str, ...]:
+    return _OF_YARN if kind == "yarn" else _FACTORS

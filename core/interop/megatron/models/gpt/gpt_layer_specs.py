@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from core.models.gpt.gpt_layer_specs import feed_forward, gpt2_spec
+from core.models.gpt.gpt_layer_specs import attention, feed_forward, gpt2_spec
 from core.transformer.spec import Build, TransformerLayerSpec
 
 
@@ -14,14 +14,16 @@ def get_gpt_layer_local_spec(
     num_experts: int | None = None,
     moe_grouped_gemm: bool | None = False,
     qk_layernorm: bool | None = False,
+    multi_latent_attention: bool | None = False,
     **more: Any,
 ) -> TransformerLayerSpec:
     """The layer; its norm, activation and positions follow from the configuration and the model.
 
     num_experts: the configuration's num_moe_experts, whose `moe_layer_freq` says in which layers. moe_grouped_gemm:
-    without effect, products of experts are grouped where that is right and faster.
-    Raises ValueError: latent attention and other parts that are not here; qk_layernorm, the configuration's. A model
-    raises it of a num_experts that is not the configuration's.
+    without effect, products of experts are grouped where that is right and faster. multi_latent_attention: the
+    configuration's (`MLATransformerConfig`).
+    Raises ValueError: parts that are not here; qk_layernorm, the configuration's. A model raises it of num_experts
+    and multi_latent_attention that are not the configuration's.
     """
     arguments = {"qk_layernorm": qk_layernorm} | more
     without_effect = (None, False, 0, "LayerNorm", "RMSNorm")
@@ -34,7 +36,21 @@ def get_gpt_layer_local_spec(
         raise ValueError(
             f"{len(unsupported)} arguments ask for parts that are not here: {', '.join(unsupported)}{remedy}"
         )
-    return replace(gpt2_spec(), mlp=partial(_feed_forward, num_experts or None))
+    build_attention = partial(_attention, bool(multi_latent_attention))
+    vars(build_attention)["knows_context"] = True
+    return replace(
+        gpt2_spec(), attention=build_attention, mlp=partial(_feed_forward, num_experts or None)
+    )
+
+
+def _attention(is_latent: bool, build: Build, spec: TransformerLayerSpec) -> nn.Module:
+    if build.config.multi_latent_attention != is_latent:
+        raise ValueError(
+            f"get_gpt_layer_local_spec(multi_latent_attention={is_latent}), and the configuration says "
+            f"multi_latent_attention={build.config.multi_latent_attention}; give both the same, MLATransformerConfig "
+            "with True"
+        )
+    return attention(build, spec)
 
 
 def _feed_forward(num_experts: int | None, build: Build) -> nn.Module:

@@ -48,10 +48,17 @@ class GPTModel(ours.GPTModel):
             raise ValueError(
                 f"GPTModel: {max(1, len(unsupported))} arguments are not here: {names}; leave them out"
             )
+        is_latent = config.multi_latent_attention
+        if is_latent and position_embedding_type == "learned_absolute":
+            raise ValueError(
+                "GPTModel: position_embedding_type='learned_absolute' with multi_latent_attention, whose heads "
+                "rotate; give 'rope' ('none' rotates nothing)"
+            )
         spec = _with_positions(transformer_layer_spec, position_embedding_type)
         # kept, because `replace` returns ours: scripts read Megatron's fields of model.config
         megatron_config = config
-        if position_embedding_type == "rope":
+        # latent attention rotates as its configuration says
+        if position_embedding_type == "rope" and not is_latent:
             config = replace(
                 _model_fields(config), rotary_base=float(rotary_base), rotary_percent=rotary_percent
             )
