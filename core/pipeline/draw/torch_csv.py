@@ -5,9 +5,12 @@ Standard library only.
 
 import csv
 import io
+import re
 from collections.abc import Iterable
 
 from core.pipeline.schedule.actions import Action, Schedule, check_placement
+
+_WAIT = re.compile(r"\d+WAIT_(SEND_F|SEND_B|REDUCE_GRAD)\d*")
 
 
 def write_csv(schedule: Schedule) -> str:
@@ -26,11 +29,15 @@ def write_csv(schedule: Schedule) -> str:
 
 
 def _split_overlap(cell: str) -> list[str]:
-    """`(0F4;7B1)OVERLAP_F_B` is 0F4 beside 7B1: one after the other for us. An empty cell is no action."""
+    """`(0F4;7B1)OVERLAP_F_B` is 0F4 beside 7B1: one after the other for us. An empty cell is no action.
+
+    Neither is a wait for a message or a sum (torch 2.15 and later): executors here wait where they need what comes.
+    """
     inside, bracket, kind = cell.strip().removeprefix("(").partition(")")
     if bracket and kind != "OVERLAP_F_B":
         raise ValueError(f"{cell!r} is no action of torch's; one in brackets ends with OVERLAP_F_B")
-    return [text for text in inside.split(";") if text.strip()]
+    texts = [text.strip() for text in inside.split(";")]
+    return [text for text in texts if text and not _WAIT.fullmatch(text)]
 
 
 def read_csv(text: str, placement: Iterable[int] | None = None, name: str = "csv") -> Schedule:
