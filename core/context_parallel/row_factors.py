@@ -45,9 +45,9 @@ class RowFactors:
                 continue
             dim = next((dim for dim, n in enumerate(factor.shape) if n > 1 and n in sizes), None)
             if dim is not None:
-                place = 2 * self._count
+                first = 2 * self._count
                 varies = (factor != factor.narrow(dim, 0, 1)).any()
-                self.numbers[place : place + 2] = fingerprint(factor.double()) * varies
+                self.numbers[first : first + 2] = fingerprint(factor.double()) * varies
                 self._count += 1
 
 

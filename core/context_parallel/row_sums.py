@@ -253,10 +253,10 @@ class _Sums(Follower):
         self._numbers[2] = self._weight_of_totals(gradient)
         numbers = torch.cat((self._numbers, self._factors.numbers))
         gathered = all_gather(numbers[None], group).cpu()
-        if what := row_factors.told_of_factors(gathered[:, 3:]):
-            self._owner.tell(what, row_factors.REMEDY)
-        if what := told_of_totals(gathered[:, 2], group.size):
-            self._owner.tell(what)
+        if message := row_factors.told_of_factors(gathered[:, 3:]):
+            self._owner.tell(message, row_factors.REMEDY)
+        if message := told_of_totals(gathered[:, 2], group.size):
+            self._owner.tell(message)
         gathered = gathered[:, :2]
         used = [
             rank

@@ -42,7 +42,7 @@ class StateByParameter(ReadOnlyStates):
 class ShownShard(Tensor):
     """This rank's part of a state. A norm, a sum or a product of it by a program is told; writes go to the state."""
 
-    told: Callable[[str], None]
+    on_sum: Callable[[str], None]
 
     @classmethod
     def __torch_function__(
@@ -55,10 +55,10 @@ class ShownShard(Tensor):
         shards = [x for x in args if isinstance(x, ShownShard)]
         if shards and called_by_program(sys._getframe(1)):
             if kind in ("reduction", "product"):
-                shards[0].told(name)
+                shards[0].on_sum(name)
             elif type(result) is Tensor and result.numel() == shards[0].numel():
                 # squares, say, that are summed next
-                return shown(result, shards[0].told)
+                return shown(result, shards[0].on_sum)
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -78,10 +78,10 @@ class ShownShard(Tensor):
             return self.as_subclass(Tensor).__format__(spec)
 
 
-def shown(tensor: Tensor, told: Callable[[str], None]) -> Tensor:
-    """An alias of `tensor` that calls told(name of the function) where a program reduces it."""
+def shown(tensor: Tensor, on_sum: Callable[[str], None]) -> Tensor:
+    """An alias of `tensor` that calls on_sum(name of the function) where a program reduces it."""
     shard = tensor.as_subclass(ShownShard)
-    shard.told = told
+    shard.on_sum = on_sum
     return shard
 
 

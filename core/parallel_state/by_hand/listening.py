@@ -222,7 +222,7 @@ class ByHand:
                 self._follow(gradient, Heard(parameter, True))
 
     def heard_inside(self, source: Heard, func: Any, result: Any, norm_of: int | None) -> None:
-        """See `_called_inside`."""
+        """A function of aten on a gradient that lies in buckets; norm_of: as in `_called_inside`."""
         name = func.overloadpacket.__name__.removeprefix("linalg_").strip("_")
         if norm_of is not None:
             self._report(replace(source, kind=WHOLE_NORM, name=name, joined=norm_of > 1))

@@ -115,11 +115,11 @@ class ReferencedBatches(NamedTuple):
     attach: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 
     def batch(self, step: int, rank: int = 0, size: int = 1) -> Mapping[str, Tensor]:
-        """As `PreferenceBatches.batch`."""
+        """A batch of `PreferenceBatches`, with the reference's log-probabilities beside it."""
         return self.attach(self.source.batch(step, rank, size))
 
     def rows(self, first: int, count: int, rank: int = 0, size: int = 1) -> Mapping[str, Tensor]:
-        """As `PreferenceBatches.rows`."""
+        """Rows of `PreferenceBatches`, with the reference's log-probabilities beside them."""
         return self.attach(self.source.rows(first, count, rank, size))
 
 
