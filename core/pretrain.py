@@ -55,8 +55,8 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     corpus.check_stages(stages)
     parameters = describe(stages, ps, corpus, run, console.say)
     memory = MemoryReport(stages, ps, say=console.say)
-    parts = assemble(stages, run, corpus, ps, console.say, memory)
-    optimizer, executor, checkpoints, preferences = parts[1:]
+    assembled = assemble(stages, run, corpus, ps, console.say, memory)
+    _, optimizer, executor, checkpoints, preferences = assembled
     start = console.start = checkpoints.resume()
     if start >= run.training.train_steps:
         console.say(
@@ -100,8 +100,8 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if ps.rank == 0:
         text = Sample.of(corpus.tokenizer, prompt, written)
         tell(loaded, log, corpus, steps, text, ps, parameters, console.say)
-        made = log.records
-        for line in comparisons(first, start, made, run, corpus, parameters, ps.device, source):
+        records = log.records
+        for line in comparisons(first, start, records, run, corpus, parameters, ps.device, source):
             console.say(line)
 
 
