@@ -16,16 +16,16 @@ def patterns_of(config: OptimizerConfig) -> list[tuple[str, str]]:
 
 def unmatched(config: OptimizerConfig, names: Iterable[str]) -> list[str]:
     """A message for each pattern that is the name of no parameter of the whole model."""
-    known = list(names)
+    parameter_names = list(names)
     messages = []
     for field, pattern in patterns_of(config):
-        if not any(fnmatchcase(name, pattern) for name in known):
-            if known:
-                example = f", the first is {known[0]}"
+        if not any(fnmatchcase(name, pattern) for name in parameter_names):
+            if parameter_names:
+                example = f", the first is {parameter_names[0]}"
             else:
                 example = ""
             messages.append(
-                f"{field}={pattern!r} is the name of 0 of the model's {len(known)} parameters{example}"
+                f"{field}={pattern!r} is the name of 0 of the model's {len(parameter_names)} parameters{example}"
             )
     return messages
 

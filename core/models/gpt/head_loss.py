@@ -81,16 +81,16 @@ class _HeadLoss(torch.autograd.Function):
         # autocast does not reach into a Function: it must cast its inputs itself
         device_type = x.device.type
         matrix = weight
-        held = x
+        operand = x
         if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
-            held = x.to(torch.get_autocast_dtype(device_type))
-            matrix = weight.to(held.dtype)  # type: ignore[assignment]
+            operand = x.to(torch.get_autocast_dtype(device_type))
+            matrix = weight.to(operand.dtype)  # type: ignore[assignment]
         if comm.before_forward is not None:
-            gathered = comm.before_forward(held)
+            gathered = comm.before_forward(operand)
         else:
-            gathered = held
+            gathered = operand
         flat = gathered.reshape(-1, gathered.shape[-1])
-        dtype = compute_dtype(held.dtype)
+        dtype = compute_dtype(operand.dtype)
         label_columns = _Labels(labels.reshape(-1), weight.shape[0], group, vocab, ignore)
         # max, sum of exponentials, label's logit
         local = torch.empty(3, flat.shape[0], dtype=dtype, device=x.device)
@@ -103,7 +103,7 @@ class _HeadLoss(torch.autograd.Function):
         row_max = per_rank[:, 0].amax(0)
         logsumexp = (per_rank[:, 1] * (per_rank[:, 0] - row_max).exp()).sum(0).log() + row_max
         loss = (logsumexp - per_rank[:, 2].sum(0)).masked_fill_(~label_columns.counted, 0)
-        ctx.save_for_backward(held, logsumexp)
+        ctx.save_for_backward(operand, logsumexp)
         ctx.weight = weight
         ctx.labels = label_columns
         ctx.version = weight._version
@@ -123,12 +123,12 @@ class _HeadLoss(torch.autograd.Function):
         label_columns = ctx.labels
         if weight._version != ctx.version:
             raise overwritten(weight, ctx.version)
-        held, logsumexp = ctx.saved_tensors
+        operand, logsumexp = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[:2]
         if comm.before_forward is not None:
-            x = comm.before_forward(held)
+            x = comm.before_forward(operand)
         else:
-            x = held
+            x = operand
         flat = x.reshape(-1, x.shape[-1])
         matrix = weight.detach().to(x.dtype)
         grad_loss = gradient.reshape(-1).to(logsumexp.dtype) * label_columns.counted

@@ -291,16 +291,16 @@ def schedule(name: str, options: Mapping[str, Any], lr: float) -> DeepSpeedSched
 
 
 def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
-    known = {field.name: field for field in fields(kind)}
+    field_of_key = {field.name: field for field in fields(kind)}
     for key, value in options.items():
-        if key in known:
+        if key in field_of_key:
             try:
-                _convert(str(known[key].type), value)
+                _convert(str(field_of_key[key].type), value)
             except (ValueError, TypeError, OverflowError):
                 # int("inf") among them
                 yield (
                     False,
-                    f"{key}={value!r} is not of the kind {_type_name(str(known[key].type))}",
+                    f"{key}={value!r} is not of the kind {_type_name(str(field_of_key[key].type))}",
                 )
         elif key in MOMENTUM and kind is OneCycle:
             yield (
@@ -308,13 +308,13 @@ def _option_rules(kind: type, options: Mapping[str, Any]) -> Rules:
                 f"{key}={value} is not supported, the momentum has 1 value for the whole run; leave it out",
             )
         else:
-            near = get_close_matches(key, known, n=1)
+            near = get_close_matches(key, field_of_key, n=1)
             if near:
                 hint = f"did you mean {near[0]}?"
             else:
-                hint = f"known: {', '.join(known)}"
+                hint = f"known: {', '.join(field_of_key)}"
             yield False, f"unknown parameter {key}; {hint}"
-    for key, field in known.items():
+    for key, field in field_of_key.items():
         yield field.default is not MISSING or key in options, f"{key} is missing; give it"
 
 

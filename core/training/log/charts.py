@@ -172,9 +172,9 @@ def draw(curve: Curve, steps: Sequence[int]) -> str:
 
 def _grid_lines(x: Axis, y: Axis) -> Iterator[str]:
     for tick in y.ticks():
-        at = y.at(tick)
-        yield f'<line class="grid" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        yield f'<text x="{LEFT - 8:g}" y="{at + 3.5:.1f}" text-anchor="end">{short(tick)}</text>'
+        height = y.at(tick)
+        yield f'<line class="grid" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{height:.1f}" y2="{height:.1f}"/>'
+        yield f'<text x="{LEFT - 8:g}" y="{height + 3.5:.1f}" text-anchor="end">{short(tick)}</text>'
     yield f'<text class="axis" x="{(LEFT + RIGHT) / 2:g}" y="{BOTTOM + 33:g}" text-anchor="middle">step</text>'
     whole = [tick for tick in x.ticks(4) if tick == int(tick)]
     for tick in whole:
@@ -188,9 +188,9 @@ def _grid_lines(x: Axis, y: Axis) -> Iterator[str]:
 def _level_lines(curve: Curve, y: Axis) -> Iterator[str]:
     for number, (name, value) in enumerate((curve.levels or {}).items()):
         if is_on(y, value):
-            at = y.at(value)
+            height = y.at(value)
             yield (
-                f'<line class="level l{number % 4}" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{at:.1f}" y2="{at:.1f}">'
+                f'<line class="level l{number % 4}" x1="{LEFT:g}" x2="{RIGHT:g}" y1="{height:.1f}" y2="{height:.1f}">'
                 f"<title>{escape(name)} {value:.3f}</title></line>"
             )
 
@@ -267,12 +267,12 @@ def _runs_without_gaps(rows: Sequence[Row | None]) -> Iterator[list[Row]]:
 def _point_circles(curve: Curve, x: Axis, y: Axis) -> Iterator[str]:
     """Circles joined by a thin line; a ring around the lowest one of each name."""
     for number, (name, row) in enumerate((curve.points or {}).items()):
-        known = [(step, value) for step, value in row if finite(value)]
-        places = [f"{x.at(step):.1f},{y.at(value):.1f}" for step, value in known]
+        finite_points = [(step, value) for step, value in row if finite(value)]
+        places = [f"{x.at(step):.1f},{y.at(value):.1f}" for step, value in finite_points]
         if len(places) > 1:
             yield f'<polyline class="joined p{number % 4}" points="{" ".join(places)}"/>'
-        best = min(known, key=lambda point: point[1], default=None)
-        for point, place in zip(known, places, strict=True):
+        best = min(finite_points, key=lambda point: point[1], default=None)
+        for point, place in zip(finite_points, places, strict=True):
             across, down = place.split(",")
             words = f"{escape(name)}, step {point[0]:,}: {point[1]:.4f}{', the best' if point == best else ''}"
             kind = "point best" if point == best else "point"

@@ -20,12 +20,12 @@ def run_facts(records: Sequence[StepRecord], layout: str, parameters: int) -> di
         "layout": layout,
         "parameters": f"{parameters:,}",
     }
-    known = [record for record in records if record.time is not None]
-    if known and (tokens := known[-1].tokens_seen) is not None:
+    timed = [record for record in records if record.time is not None]
+    if timed and (tokens := timed[-1].tokens_seen) is not None:
         facts["tokens seen"] = f"{tokens:,}"
-    if len(known) > 1:
-        first = known[0].time
-        last = known[-1].time
+    if len(timed) > 1:
+        first = timed[0].time
+        last = timed[-1].time
         assert first is not None and last is not None
         facts["duration"] = _duration(last - first)
     return facts | {

@@ -160,14 +160,14 @@ def _json_numbers(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expert_load(row: dict[str, Any]) -> ExpertLoad:
-    known = {field.name for field in fields(ExpertLoad)}
+    field_names = {field.name for field in fields(ExpertLoad)}
     numbers: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, str):
             numbers[name] = float(value)
         else:
             numbers[name] = value
-    return ExpertLoad(**{name: value for name, value in numbers.items() if name in known})
+    return ExpertLoad(**{name: value for name, value in numbers.items() if name in field_names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,12 +245,12 @@ class StepRecord:
     def scalars(self) -> dict[str, float]:
         """Name in TensorBoard and W&B -> value, without what is not known."""
         values = {name: getattr(self, field) for field, name in SCALAR_NAMES.items()}
-        known = {name: float(value) for name, value in values.items() if value is not None}
+        numbers = {name: float(value) for name, value in values.items() if value is not None}
         for load in self.experts:
             for name, value in asdict(load).items():
                 if name != "layer" and value is not None:
-                    known[f"experts/layer_{load.layer:03d}_{name}"] = float(value)
-        return known | {f"train/{name}": value for name, value in self.rewards.items()}
+                    numbers[f"experts/layer_{load.layer:03d}_{name}"] = float(value)
+        return numbers | {f"train/{name}": value for name, value in self.rewards.items()}
 
     def to_json(self) -> dict[str, Any]:
         """For JSON: a value that is not finite, which JSON cannot write, becomes "NaN", "Infinity" or "-Infinity"."""

@@ -214,8 +214,8 @@ def _figure_tiles(
 
 def _bits_factor(bytes_per_token: float) -> float | None:
     """What a loss in nats per token is multiplied by to be bits per byte."""
-    known = math.isfinite(bytes_per_token) and bytes_per_token > 0
-    if known:
+    has_rate = math.isfinite(bytes_per_token) and bytes_per_token > 0
+    if has_rate:
         return 1 / (math.log(2) * bytes_per_token)
     return None
 

@@ -73,12 +73,12 @@ def _draw_curve(axes: Any, curve: Curve, steps: Sequence[int]) -> None:
     heights = [value if finite(value) else None for value in curve.values]
     axes.plot(steps, heights, label="training", color=LIGHT["line"], linewidth=1.6)
     for number, (name, row) in enumerate((curve.points or {}).items()):
-        known = [point for point in row if finite(point[1])]
-        if known:
+        finite_points = [point for point in row if finite(point[1])]
+        if finite_points:
             colour = LIGHT[f"l{(number + 2) % 4}"]
-            label = f"{name} {known[-1][1]:.3f}"
+            label = f"{name} {finite_points[-1][1]:.3f}"
             axes.plot(
-                *zip(*known, strict=True),
+                *zip(*finite_points, strict=True),
                 label=label,
                 color=colour,
                 marker="o",
@@ -87,7 +87,7 @@ def _draw_curve(axes: Any, curve: Curve, steps: Sequence[int]) -> None:
             )
             axes.plot(
                 # a ring around the best
-                *min(known, key=lambda point: point[1]),
+                *min(finite_points, key=lambda point: point[1]),
                 color=colour,
                 marker="o",
                 markersize=8,

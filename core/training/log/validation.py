@@ -78,14 +78,14 @@ class ValidationRecord:
     def from_json(cls, row: Mapping[str, Any]) -> "ValidationRecord":
         """The inverse. Raises KeyError, TypeError, ValueError: a row of something else."""
         values: dict[str, Any] = {"name": row["validation"]}
-        for known in fields(cls):
-            if known.name in _OF_THE_ROW:
-                key = known.name
+        for column in fields(cls):
+            if column.name in _OF_THE_ROW:
+                key = column.name
             else:
-                key = f"validation_{known.name}"
+                key = f"validation_{column.name}"
             if key in row:
                 value = row[key]
-                values[known.name] = float(value) if isinstance(value, str) else value
+                values[column.name] = float(value) if isinstance(value, str) else value
         prefix = f"validation_{REWARDS}"
         values["rewards"] = {
             name.removeprefix("validation_"): float(value)

@@ -74,15 +74,17 @@ class DPOLoss:
             )
         log_probs, tokens = response_log_probs(output, microbatch["labels"])
         ratios = log_probs - microbatch["reference"]
-        known = (microbatch["pair"][0::2] >= 0).double()
+        is_pair = (microbatch["pair"][0::2] >= 0).double()
         losses = pair_losses(ratios, tokens, self._config)
-        self._note(ratios.detach(), known)
-        return (losses * known).sum(), known.sum()
+        self._note(ratios.detach(), is_pair)
+        return (losses * is_pair).sum(), is_pair.sum()
 
-    def _note(self, ratios: Tensor, known: Tensor) -> None:
+    def _note(self, ratios: Tensor, is_pair: Tensor) -> None:
         chosen, rejected = (self._config.beta * ratios).view(-1, 2).T
         columns = (chosen, rejected, chosen - rejected, (chosen > rejected).double())
-        self._sums += torch.stack([*((column * known).sum() for column in columns), known.sum()])
+        self._sums += torch.stack(
+            [*((column * is_pair).sum() for column in columns), is_pair.sum()]
+        )
 
     def rewards(self) -> dict[str, float]:
         """Means over all pairs since `begin`, by TRL's names, on every rank; empty without a pair.

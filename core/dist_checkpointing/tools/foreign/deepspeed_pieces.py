@@ -205,15 +205,15 @@ def _check_mapping(
     mappings = optimizer.get("param_slice_mappings")
     if not mappings:
         return
-    said = mappings[group].get(name)
-    found = (count, start) if count else None
-    if isinstance(said, Record) and isinstance(said.state, dict):
-        said = (said.state.get("numel"), said.state.get("start"))
-        said = said if said[0] else None
-    if said != found:
+    stated = mappings[group].get(name)
+    expected = (count, start) if count else None
+    if isinstance(stated, Record) and isinstance(stated.state, dict):
+        stated = (stated.state.get("numel"), stated.state.get("start"))
+        stated = stated if stated[0] else None
+    if stated != expected:
         raise ValueError(
-            f"{name}: rank {rank} says to hold (elements, first) {said} of it, its place in the group makes {found}; "
-            "this order of parameters is not read"
+            f"{name}: rank {rank} says to hold (elements, first) {stated} of it, its place in the group makes "
+            f"{expected}; this order of parameters is not read"
         )
 
 

@@ -34,17 +34,17 @@ def read_universal(
     for name in names:
         if name in tied:
             continue
-        found = _states_of(os.path.join(folder, name))
-        weight = found.pop(_WEIGHT, None)
+        tensors = _states_of(os.path.join(folder, name))
+        weight = tensors.pop(_WEIGHT, None)
         if not isinstance(weight, ArchivedTensor):
             raise ValueError(f"{folder}: {name} has no {_WEIGHT}.pt with its weight")
-        if not found:  # frozen, or a buffer
+        if not tensors:  # frozen, or a buffer
             if name not in module or module[name].shape != weight.shape:
                 module[name] = weight
             continue
         shapes[name] = weight.shape
         states.kinds.setdefault(MAIN, {})[name] = whole_piece(weight)
-        for kind, value in found.items():
+        for kind, value in tensors.items():
             if kind == STEP:
                 states.steps[name] = value
             elif isinstance(value, ArchivedTensor) and value.shape == weight.shape:
@@ -56,10 +56,10 @@ def read_universal(
 
 def _states_of(folder: str) -> dict[str, Any]:
     """kind -> the tensor of its file, or the number."""
-    found = {}
+    states = {}
     for file in sorted(os.listdir(folder)):
         kind, extension = os.path.splitext(file)
         if extension == ".pt":
             value = read_archive(os.path.join(folder, file))
-            found[kind] = value.get("param") if isinstance(value, dict) else value
-    return found
+            states[kind] = value.get("param") if isinstance(value, dict) else value
+    return states

@@ -34,13 +34,13 @@ def unsharded(
     shapes: dict[int, tuple[int, ...]] = {}
     for number in chain.from_iterable(numbers):
         state = by_number.get(number, {})
-        found = mains.get(number) or next((t for k, t in state.items() if _is_moment(k, t)), None)
-        if found is None:
+        tensor = mains.get(number) or next((t for k, t in state.items() if _is_moment(k, t)), None)
+        if tensor is None:
             return (
                 States(),
                 f"parameter {number} of {len(by_number)} has no state that shows its shape",
             )
-        shapes[number] = found.shape
+        shapes[number] = tensor.shape
     names = _assigned(model, module, numbers, shapes, mains, cache)
     if names is None:
         return States(), (
@@ -90,14 +90,16 @@ def _assigned(
     }
     if len(numbers) == 1:  # in the model's own order
         return _in_order(list(numbers[0]), candidates, names)
-    found: dict[int, str] = {}
-    while progress := {n: c[0] for n, c in candidates.items() if len(c) == 1 and n not in found}:
-        found |= progress
-        taken = set(found.values())
-        for number in candidates.keys() - found.keys():
+    name_of_number: dict[int, str] = {}
+    while progress := {
+        n: c[0] for n, c in candidates.items() if len(c) == 1 and n not in name_of_number
+    }:
+        name_of_number |= progress
+        taken = set(name_of_number.values())
+        for number in candidates.keys() - name_of_number.keys():
             candidates[number] = [name for name in candidates[number] if name not in taken]
-    unique = len(found) == len(shapes) == len(set(found.values()))
-    return found if unique else None
+    unique = len(name_of_number) == len(shapes) == len(set(name_of_number.values()))
+    return name_of_number if unique else None
 
 
 def _in_order(

@@ -150,10 +150,10 @@ class ScaleWatch:
             local_factor = torch.full((1,), torch.nan, dtype=torch.float64)
         factors = all_gather(local_factor.to(self._ps.device), self._ps.world)
         # ranks without one factor sent NaN
-        known = factors[factors.isfinite()]
-        if known.numel() and known.max() - known.min() > DIFFERENT * known.max():
+        finite = factors[factors.isfinite()]
+        if finite.numel() and finite.max() - finite.min() > DIFFERENT * finite.max():
             raise ValueError(
-                f"gradients were scaled by {known.min().item():.4g} on one rank and by {known.max().item():.4g} on "
+                f"gradients were scaled by {finite.min().item():.4g} on one rank and by {finite.max().item():.4g} on "
                 f"another before the optimizer's step {self._steps}: torch.nn.utils.clip_grad_norm_ takes the "
                 "norm of one rank's stages; use core.optimizer.clip_grad_norm_, which takes the model's"
             )

@@ -154,12 +154,12 @@ class SumsWatch:
         ]
         if not factors:
             return False
-        known = torch.cat(factors).double()
+        finite = torch.cat(factors).double()
         # a zero element has no factor
-        known = known[known.isfinite()]
-        if known.numel() < 2 or (known - known[0]).abs().max() > UNIFORM * known[0].abs():
+        finite = finite[finite.isfinite()]
+        if finite.numel() < 2 or (finite - finite[0]).abs().max() > UNIFORM * finite[0].abs():
             return False
-        return bool(known[0] * result.num_tokens * self._divisor > ROUNDING)
+        return bool(finite[0] * result.num_tokens * self._divisor > ROUNDING)
 
 
 def _state_of(parameter: nn.Parameter) -> tuple[int, ...]:
