@@ -59,15 +59,18 @@ class RowSums:
     def __deepcopy__(self, memo: dict) -> "RowSums":
         return RowSums(self.group, self.replicas)
 
-    def follow(self, output: Tensor) -> None:
-        """Of a forward whose rows, dim 1, are this rank's. In its backward: one all-gather of some numbers."""
+    def follow(self, output: Tensor, rows_dim: int = 1) -> None:
+        """Of a forward whose rows are this rank's. In its backward: one all-gather of some numbers over cp.
+
+        rows_dim: 1 of losses and logits [b, s/cp, ...], 0 of a model's hidden states without its head [s/cp, b, h].
+        """
         if self.group is None:
             return
         self._forwards += 1
         if not self._forwards & (self._forwards - 1) and not self.told:
             sums = _Sums(self, output)
             output.register_hook(sums.compare)
-            sums.mark(output, _axes_of_rows(output))
+            sums.mark(output, _axes_of_rows(output, rows_dim))
             self._latest = weakref.ref(sums)
 
     def mark_gathered(self, gathered: Tensor) -> None:
@@ -83,9 +86,9 @@ class RowSums:
             warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
 
 
-def _axes_of_rows(x: Tensor) -> Axes:
+def _axes_of_rows(x: Tensor, rows_dim: int = 1) -> Axes:
     axes = split_axes.plain(x.shape)
-    return (axes[0], ((x.shape[1], True),), *axes[2:])
+    return (*axes[:rows_dim], ((x.shape[rows_dim], True),), *axes[rows_dim + 1 :])
 
 
 class _Sums(Follower):

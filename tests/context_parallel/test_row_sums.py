@@ -27,7 +27,8 @@ class Rows:
         ps = state(cp=2)
         mine = context_batch({"tokens": LABELS, "labels": LABELS, "loss_mask": mask}, ps)
         draws = torch.Generator().manual_seed(ps.coordinate["cp"])
-        self.leaves = [torch.rand(2, S // 2, *more, generator=draws).requires_grad_() for more in ((), (V,))]
+        shapes = ((2, S // 2), (2, S // 2, V), (S // 2, 2, V))
+        self.leaves = [torch.rand(shape, generator=draws).requires_grad_() for shape in shapes]
         self.mask, self.position_ids = mine["loss_mask"], mine["position_ids"]
         self.labels = mine["labels"].masked_fill(self.mask == 0, -100)
         self.sums = RowSums(ps.group("cp"))
@@ -37,8 +38,9 @@ class Rows:
         found = [leaf * 1.0 for leaf in self.leaves]
         for output in found if followed else ():
             self.sums._forwards = 0
-            self.sums.follow(output)
-        self.losses, self.logits = found
+            self.sums.follow(output, rows_dim=0 if output is found[2] else 1)
+        # without its head a model gives hidden states [s/cp, b, h]
+        self.losses, self.logits, self.hidden = found
 
 
 def mean(r):
@@ -109,6 +111,11 @@ OWN = {
 WEIGHTS = {
     "float weights": lambda r: (r.losses / (1 + r.position_ids)).sum() / (1 / (1 + r.position_ids)).sum(),
     "pooled": lambda r: F.cross_entropy(r.logits.mean(1), CLASSES),
+    "pooled hidden states": lambda r: F.cross_entropy(r.hidden.mean(0), CLASSES),
+    "the largest of hidden states": lambda r: F.cross_entropy(r.hidden.amax(0), CLASSES),
+    "hidden states of the last row": lambda r: F.cross_entropy(r.hidden[-1], CLASSES),
+    "smooth hidden states": lambda r: (r.hidden[1:] - r.hidden[:-1]).square().mean(),
+    "variance of hidden states": lambda r: r.hidden.var(0).sum(),
     "pooled with a mask": lambda r: F.cross_entropy((r.logits * r.mask[..., None]).sum(1) / 8, CLASSES),
     "squared": lambda r: r.losses.mean() ** 2,
     "exp": lambda r: r.losses.mean().exp(),
@@ -162,6 +169,13 @@ RIGHT = {
     "smoothed": lambda r: F.cross_entropy(r.logits.flatten(0, 1), r.labels.flatten(), reduction="sum") * 2 / 7,
     "z loss": lambda r: (r.logits.logsumexp(-1) ** 2).mean() + r.losses.mean(),
     "entropy": lambda r: (r.logits.softmax(-1) * r.logits.log_softmax(-1)).sum(-1).mean(),
+    "a head over hidden states": lambda r: F.cross_entropy(
+        (r.hidden @ torch.ones(V, V)).transpose(0, 1).flatten(0, 1), r.labels.clamp(min=0).flatten()
+    ),
+    "a penalty on hidden states": lambda r: r.hidden.square().mean() + r.hidden.transpose(0, 1).abs().mean(),
+    "hidden states pooled over all ranks": lambda r: F.cross_entropy(
+        all_reduce(r.hidden.sum(0), group=r.group) / S, CLASSES
+    ),
     "a head": lambda r: (r.logits @ torch.ones(V, 2)).tanh().mean(),
     "own log-probabilities": lambda r: -r.logits.log_softmax(-1).gather(-1, r.labels.clamp(min=0)[..., None]).mean(),
     "pooled over all ranks": lambda r: F.cross_entropy(all_reduce(r.logits.sum(1), group=r.group) / S, CLASSES),

@@ -224,8 +224,8 @@ class GPTModel(ModelWeights):
         if self._watch is not None and in_plain_loop:
             replicated = self._output_is_replicated(labels is not None)
             self._watch.follow_after(self, [output], are_replicated=replicated)
-        if in_plain_loop and self.post_process:
-            self._row_sums.follow(output)
+        if in_plain_loop and self.parallel.size("pp") == 1:
+            self._row_sums.follow(output, rows_dim=1 if self.post_process else 0)
         return output
 
     def end_step(self) -> None:
