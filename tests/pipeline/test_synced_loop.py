@@ -85,3 +85,20 @@ def test_numbers_of_one_ranks_stages_are_told_once(ranks, look, world, zero_stag
 @pytest.mark.parametrize("look", [nothing, signs, one_norm])
 def test_right_loops_hear_nothing(ranks, look, zero_stage):
     assert not any(ranks(said_of, look, zero_stage, world=4))
+
+
+def lbfgs(zero_stage):
+    ps = state(pp=2)
+    model = nn.Linear(4, 4)
+    shard = DataParallel(model, ps, zero_stage=zero_stage)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2, grad_sync=shard)
+    pipeline.step(batch(0), loss)
+    with pytest.raises(ValueError, match="sees those of 1 of 2 pipeline ranks"):
+        optimizer.step(lambda: torch.zeros(()))
+    pipeline.close()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_an_optimizer_over_all_parameters_is_refused(ranks, zero_stage):
+    ranks(lbfgs, zero_stage, world=4)

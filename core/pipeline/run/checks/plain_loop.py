@@ -118,18 +118,9 @@ class ScaleWatch:
         return True
 
     def _look_at_factors(self, optimizer: torch.optim.Optimizer) -> None:
-        is_lbfgs = isinstance(optimizer, torch.optim.LBFGS)
-        if not is_lbfgs and (not self._samples or self._factor is not None):
+        if not self._samples or self._factor is not None:
             return
-        optimized_ids = set()
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                optimized_ids.add(id(p))
-        if is_lbfgs and any(id(p) in optimized_ids for p in parameters_of(self._modules)):
-            raise ValueError(
-                f"LBFGS takes products over all parameters, and sees those of 1 of {self._ps.size('pp')} pipeline "
-                "ranks; use an elementwise optimizer (AdamW, SGD), or a pipeline of 1 rank"
-            )
+        optimized_ids = _ids_of_optimized(optimizer)
         factors = [
             sample.factors() for sample in self._samples if id(sample.parameter) in optimized_ids
         ]
@@ -159,6 +150,32 @@ class ScaleWatch:
             )
 
 
+def _ids_of_optimized(optimizer: torch.optim.Optimizer) -> set[int]:
+    optimized_ids = set()
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            optimized_ids.add(id(p))
+    return optimized_ids
+
+
+def _refuse_lbfgs_of(ps: ParallelState, modules: Sequence[nn.Module]) -> Callable[..., None]:
+    """A hook before optimizers' steps. Raises ValueError: products over one pipeline rank's parameters."""
+    weak_modules = [weakref.ref(module) for module in modules]
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return
+        alive = [module for weak in weak_modules if (module := weak()) is not None]
+        optimized_ids = _ids_of_optimized(optimizer)
+        if any(id(p) in optimized_ids for p in parameters_of(alive)):
+            raise ValueError(
+                f"LBFGS takes products over all parameters, and sees those of 1 of {ps.size('pp')} pipeline ranks; "
+                "use an elementwise optimizer (AdamW, SGD), or a pipeline of 1 rank"
+            )
+
+    return before_step
+
+
 class PlainLoopWatch:
     """Around a pipeline whose weights a loop of the user's updates: clipping, arithmetic by hand, skipped steps.
 
@@ -173,6 +190,8 @@ class PlainLoopWatch:
         self.updates = SkippedUpdateWatch(ps, modules) if owns_updates else None
         self._arithmetic = StageArithmetic(modules)
         self._arithmetic.open()
+        hook = register_optimizer_step_pre_hook(_refuse_lbfgs_of(ps, modules))
+        weakref.finalize(self, hook.remove)
 
     def before_call(self) -> None:
         """A call of the pipeline begins: what it does with parameters is not by hand."""
