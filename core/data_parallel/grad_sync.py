@@ -119,6 +119,8 @@ class GradientSums:
                 "DataParallel: the last step began and did not finish (an exception?): its part of the gradients is "
                 "still here; call zero_grad() before the next"
             )
+        if self._divided:
+            self._wait()  # for the sums of a backward before the step (a penalty): they have the buffers
         self.split = split
         self._counts = not self._divided
         self._has_executor = True

@@ -17,7 +17,7 @@ from core.dist_checkpointing.format.keys import key_of, path_of
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.state.catalog import flatten
 from core.dist_checkpointing.state.leaves import decode, encode
-from core.dist_checkpointing.state.mapping import map_leaves
+from core.dist_checkpointing.state.nested import map_leaves
 from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small
 from tests.states import state as parallel

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from core.dist_checkpointing import Source, lazy_tensors, load
-from core.dist_checkpointing.state.mapping import map_leaves
+from core.dist_checkpointing.state.nested import map_leaves
 from core.dist_checkpointing.writing.saving import Saver
 from tests.dist_checkpointing import small
 from tests.dist_checkpointing.meshes import small_cells

@@ -102,3 +102,35 @@ def lbfgs(zero_stage):
 @pytest.mark.parametrize("zero_stage", [0, 1, 3])
 def test_an_optimizer_over_all_parameters_is_refused(ranks, zero_stage):
     ranks(lbfgs, zero_stage, world=4)
+
+
+def penalised(zero_stage, schedule, factor):
+    """Weights of this rank's stage after a step; factor: of the penalty `p.square().sum() / 2`, 0 for none."""
+    ps = state(pp=2)
+    torch.manual_seed(ps.index("pp"))
+    model = nn.Linear(4, 4)
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    shard = DataParallel(model, ps, zero_stage=zero_stage)
+    config = OptimizerConfig(lr=0.5, clip_grad=0.0, weight_decay=0.0)
+    optimizer = ShardedSGD(shard, config)
+    pipeline = Pipeline([model], ps=ps, schedule=schedule, num_microbatches=2, grad_sync=shard)
+    # what the step divides by is known before: outputs of all replicas, which take the same batch here
+    num_tokens = batch(0).numel() * ps.size("dp-cp")
+    if factor:
+        penalty = sum(p.square().sum() / 2 for p in model.parameters())
+        (factor * num_tokens / ps.size("dp-cp") * penalty).backward()
+    result = pipeline.step(batch(0), loss)
+    assert float(result.num_tokens) == num_tokens
+    optimizer.step(num_tokens=result.num_tokens)
+    after = torch.cat([p.detach().flatten() for p in model.state_dict().values()])
+    pipeline.close()
+    return before, after
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("zero_stage, world", [(0, 2), (0, 4), (1, 4), (2, 4), (3, 4)])
+def test_a_penalty_of_own_stages_counts_what_the_docs_say(ranks, zero_stage, world, schedule):
+    plain = ranks(penalised, zero_stage, schedule, 0.0, world=world)
+    found = ranks(penalised, zero_stage, schedule, 0.1, world=world)
+    for (before, after), (_, expected) in zip(found, plain, strict=True):
+        torch.testing.assert_close(after, expected - 0.5 * 0.1 * before, rtol=0, atol=1e-12)

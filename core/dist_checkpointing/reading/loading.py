@@ -29,8 +29,9 @@ from core.dist_checkpointing.state.assembly import MissingArray, assemble, paths
 from core.dist_checkpointing.state.catalog import LocalState, flatten
 from core.dist_checkpointing.state.derive import stored_source
 from core.dist_checkpointing.state.leaves import decode
-from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor, map_leaves
+from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor
 from core.dist_checkpointing.state.names import KeyMapping, Renames, Source
+from core.dist_checkpointing.state.nested import map_leaves
 from core.dist_checkpointing.state.tensors import fillable, native
 from core.dist_checkpointing.storage.checkpoint_dir import PosixCheckpointDir
 from core.parallel_state import ParallelState

@@ -10,8 +10,9 @@ from core.dist_checkpointing.format.keys import key_of
 from core.dist_checkpointing.reading.read import torch_dtype
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.state.assembly import Assembly, MissingArray, assemble, paths
-from core.dist_checkpointing.state.mapping import ShardedObject, map_leaves
+from core.dist_checkpointing.state.mapping import ShardedObject
 from core.dist_checkpointing.state.names import KeyMapping
+from core.dist_checkpointing.state.nested import map_leaves
 from core.dist_checkpointing.state.optimizers import (
     GROUPS,
     Parameter,

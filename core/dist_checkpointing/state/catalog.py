@@ -15,12 +15,8 @@ from core.dist_checkpointing.format.arrays import ArrayInfo, Arrays, Holdings, b
 from core.dist_checkpointing.format.keys import check_key, key_of, path_of
 from core.dist_checkpointing.state.dtensor import local_shards, mesh_size, shards_of_sharded_tensor
 from core.dist_checkpointing.state.leaves import encode
-from core.dist_checkpointing.state.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    map_leaves,
-    refuse_freed,
-)
+from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor, refuse_freed
+from core.dist_checkpointing.state.nested import map_leaves
 from core.dist_checkpointing.state.tensors import is_dtensor, is_sharded, tensor_of, unstorable
 from core.parallel_state.flat import Box, volume, whole
 
@@ -141,6 +137,8 @@ def _add_shard(local: LocalState, shard: ShardedTensor) -> None:
         return
     if problem := unstorable(shard.data):
         raise ValueError(f"{shard.key} is {problem}")
+    if shard.compared:
+        local.replicated[path] = 1
     if path != shard.key:
         stack = path_of(shard.stack) if shard.stack else ""
         shard = replace(shard, key=path, stack=stack)
@@ -296,7 +294,8 @@ def check_replicated(checksums_by_rank: Sequence[Mapping[str, int]]) -> None:
                 raise ValueError(
                     f"the tensor {key} differs between rank {first_rank} and rank {rank}: plain tensors must be the "
                     "same on all ranks (a DTensor: outside of its mesh); give parts as ShardedTensor, as "
-                    "`model.sharded_state_dict()` does, or DTensors of a mesh of all ranks"
+                    "`model.sharded_state_dict()` does, or DTensors of a mesh of all ranks. Of a pipeline's stages "
+                    "with equal names give a mapping {stage number: module} to DataParallel and sharded_state_dict"
                 )
 
 

@@ -1,15 +1,13 @@
 """From a parameter's `Layout` to where its shards lie in the checkpoint's arrays: arithmetic, no collective."""
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from core.dist_checkpointing.format.arrays import ArrayInfo
-from core.dist_checkpointing.state.leaves import SAME
 from core.dist_checkpointing.state.tensors import is_dtensor
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import (
@@ -27,6 +25,7 @@ from core.parallel_state.layout import Layout, layout_of, true_part
 from core.parallel_state.modules import (
     Modules,
     Stack,
+    may_repeat_names,
     named_buffers,
     named_parameters,
     named_stacks,
@@ -46,7 +45,8 @@ class ShardedTensor:
     tp_dim: the dim that tensor parallelism cuts (or `axis`: that of experts), which the grid of cells follows.
     stack: of a layer's parameter, the name of the list of layers, for those who want single layers back. layers: the
     numbers of those that have it, where only some of the model's `depth` do.
-    local: what `load` gives back instead of `data`: the parameter with its padded rows.
+    local: what `load` gives back instead of `data`: the parameter with its padded rows. compared: `save` checks that
+    ranks with the same box hold the same values.
     """
 
     key: str
@@ -61,6 +61,7 @@ class ShardedTensor:
     layers: tuple[int, ...] = ()
     depth: int = 0
     axis: str = "tp"
+    compared: bool = False
 
     def __post_init__(self) -> None:
         dims = self.prepend_axis_num + self.data.dim()
@@ -202,9 +203,18 @@ class Mapper:
     """Makes sharded tensors of one rank: its coordinates in the mesh, and which lists of layers are stacks.
 
     by_layer: keys in stacks of which some layers have nothing to save, as frozen ones have no states: an array each.
+    compared: of all that it makes.
     """
 
-    def __init__(self, ps: ParallelState, stacks: Stacks, by_layer: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        ps: ParallelState,
+        stacks: Stacks,
+        by_layer: Collection[str] = (),
+        *,
+        compared: bool = False,
+    ) -> None:
+        self._compared = compared
         self._coordinate = ps.coordinate
         self._sizes = ps.sizes
         self._by_layer = by_layer
@@ -289,6 +299,7 @@ class Mapper:
             layers=some_layers,
             depth=depth,
             axis=axis,
+            compared=self._compared,
         )
 
     def state_shard(
@@ -308,19 +319,20 @@ def sharded_state_dict(
     """name -> this rank's shard of every parameter and persistent buffer of a module, or of a pipeline's stages.
 
     Keys are `model/<prefix><name>`. A parameter lies as its `Layout` says; one without a layout, and every buffer,
-    is the same on all ranks. A parameter shared by several names is there once.
+    is the same on all ranks. A parameter shared by several names is there once. Stages of one's own in a mapping
+    stage -> module have names of their own; else `save` refuses other values of one name on two pipeline ranks.
     """
     stacks = {prefix + name: stack for name, stack in named_stacks(modules).items()}
-    mapper = Mapper(ps, stacks)
+    mapper = Mapper(ps, stacks, compared=may_repeat_names(modules, ps.size("pp")))
     tensors = {}
     for name, parameter in named_parameters(modules):
         full_name = prefix + name
         tensors[full_name] = mapper.parameter("model", full_name, parameter, layout_of(parameter))
+    # of buffers any rank's counts
+    mapper = Mapper(ps, stacks)
     for name, buffer in named_buffers(modules):
-        full_name = prefix + name
-        tensors[full_name] = mapper.parameter(
-            "model", full_name, buffer, Layout(tuple(buffer.shape))
-        )
+        key = prefix + name
+        tensors[key] = mapper.parameter("model", key, buffer, Layout(tuple(buffer.shape)))
     return tensors
 
 
@@ -344,55 +356,3 @@ def sharded_states(
             if tensor != []:
                 tensors[name][kind] = tensor
     return tensors
-
-
-def map_leaves(
-    state: Any, change: Callable[[tuple[str, ...], Any], Any], path: tuple[str, ...] = ()
-) -> Any:
-    """A nested state with every leaf replaced by `change(path, leaf)`.
-
-    Mappings are walked through, and lists and tuples that hold tensors somewhere, an item's name being its position;
-    other lists and tuples are leaves.
-    Raises ValueError: names that are no text or number, two that are written alike.
-    """
-    if isinstance(state, Mapping):
-        _check_names(path, state)
-        return {
-            name: map_leaves(value, change, (*path, str(name))) for name, value in state.items()
-        }
-    if isinstance(state, (list, tuple)) and _holds_tensors(state):
-        items = [
-            map_leaves(value, change, (*path, str(number))) for number, value in enumerate(state)
-        ]
-        if isinstance(state, list):
-            return items
-        is_namedtuple = hasattr(state, "_fields")
-        if is_namedtuple:
-            return type(state)(*items)
-        return tuple(items)
-    return change(path, state)
-
-
-def _check_names(path: tuple[str, ...], state: Mapping[Any, Any]) -> None:
-    first: dict[str, Any] = {}
-    for name in state:
-        if not (name is None or isinstance(name, (str, int, float))):
-            raise ValueError(
-                f"{'/'.join(path) or 'the state'}: the key {name!r} is a {type(name).__name__}; use texts or numbers"
-            )
-        if first.setdefault(str(name), name) is not name:
-            raise ValueError(
-                f"{'/'.join(path) or 'the state'}: the keys {first[str(name)]!r} and {name!r} are written alike in "
-                "a checkpoint; rename one of them"
-            )
-
-
-def _holds_tensors(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensors, value.values()))
-    if isinstance(value, (list, tuple)):
-        # a list of numbers may be long: one look at the set of its types tells that there is no tensor in it
-        return not set(map(type, value)) <= {*SAME, float} and any(map(_holds_tensors, value))
-    return isinstance(value, (Tensor, np.ndarray, ShardedTensor, ShardedObject)) or hasattr(
-        value, "param_groups"
-    )

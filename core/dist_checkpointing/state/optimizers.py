@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from core.dist_checkpointing.state.derive import MODEL
-from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor, map_leaves
+from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor
+from core.dist_checkpointing.state.nested import map_leaves
 from core.dist_checkpointing.state.tensors import is_dtensor, is_sharded
 
 # beside the kinds of states: options by parameter, because ranks of a pipeline have other groups

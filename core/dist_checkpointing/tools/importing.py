@@ -22,7 +22,7 @@ from core.dist_checkpointing.format.zarr_metadata import (
 from core.dist_checkpointing.publish.manifest import FORMAT, TAGGED
 from core.dist_checkpointing.reading.read import memory_of
 from core.dist_checkpointing.state.leaves import encode, tagged
-from core.dist_checkpointing.state.mapping import map_leaves
+from core.dist_checkpointing.state.nested import map_leaves
 from core.dist_checkpointing.state.tensors import unstorable
 from core.dist_checkpointing.storage.address import parse_address
 from core.dist_checkpointing.tools.foreign.dcp import (

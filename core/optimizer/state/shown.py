@@ -13,6 +13,7 @@ from core.parallel_state.by_hand.functions import (
     called_by_program,
     function_name,
 )
+from core.parallel_state.by_hand.listened_tensor import ListenedTensor
 
 
 class ReadOnlyStates(dict):
@@ -39,7 +40,7 @@ class StateByParameter(ReadOnlyStates):
         )
 
 
-class ShownShard(Tensor):
+class ShownShard(ListenedTensor):
     """This rank's part of a state. A norm, a sum or a product of it by a program is told; writes go to the state."""
 
     on_sum: Callable[[str], None]
@@ -60,22 +61,6 @@ class ShownShard(Tensor):
                 # squares, say, that are summed next
                 return shown(result, shards[0].on_sum)
         return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).clone()
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        with torch._C.DisableTorchFunctionSubclass():
-            return repr(self.as_subclass(Tensor))
-
-    def __format__(self, spec: str) -> str:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__format__(spec)
 
 
 def shown(tensor: Tensor, on_sum: Callable[[str], None]) -> Tensor:

@@ -13,10 +13,11 @@ from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.functions import function_name
+from core.parallel_state.by_hand.listened_tensor import ListenedTensor
 from core.parallel_state.by_hand.split_axes import Axes
 
 
-class SplitTensor(Tensor):
+class SplitTensor(ListenedTensor):
     """A tensor whose dims are split as `axes` says; or a sum of one, which is not yet summed over the ranks."""
 
     axes: Axes
@@ -44,22 +45,6 @@ class SplitTensor(Tensor):
             result = func(*args, **kwargs)
             seen_by.follow(func, name, inputs, args, kwargs, result)
         return result
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
-
-    def __format__(self, spec: str) -> str:  # torch's refuses a spec of numbers to subclasses
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__format__(spec)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        with torch._C.DisableTorchFunctionSubclass():
-            return repr(self.as_subclass(Tensor))
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__deepcopy__(memo)
 
 
 def _called_by_core() -> bool:

@@ -303,7 +303,7 @@ class LossWatch:
             warnings.warn(
                 f"loss_fn takes a {heard.name} of weights: only those of this rank's stages count, it is called "
                 "where the last stage is. Use weight_decay, or call backward() on every rank, before step, for a "
-                "penalty of its own stages",
+                "penalty of its own stages, times the tokens that gradients are divided by (over the replicas)",
                 stacklevel=5,
             )
 

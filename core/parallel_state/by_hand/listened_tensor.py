@@ -1,0 +1,26 @@
+"""The base of tensors whose class hears what a program calls on them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ListenedTensor(Tensor):
+    """Copies, files and texts of it are those of a plain tensor."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __format__(self, spec: str) -> str:  # torch's refuses a spec of numbers to subclasses
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__format__(spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        with torch._C.DisableTorchFunctionSubclass():
+            return repr(self.as_subclass(Tensor))
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__deepcopy__(memo)
