@@ -3,7 +3,7 @@
 Legend: `b` rows in the global batch, `s` sequence length, `size` data parallel ranks.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -98,10 +98,8 @@ class GPTBatches:
 
     def rows(self, first: int, count: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
         """The same of the `count` rows from row `first` of the run on, for batches whose sizes change."""
-        local_rows = rows_from(first, count, rank, size)
-        tokens, labels = empty_rows(len(local_rows), self.sequence_length)
-        self.fill(local_rows, range(len(local_rows)), tokens, labels)
-        return self.packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels))
+        drawn = rows_from(first, count, rank, size)
+        return self._windows(self._drawn(drawn))
 
     def sequential(
         self, batch_size: int, rank: int = 0, size: int = 1
@@ -121,17 +119,21 @@ class GPTBatches:
             for start in batch_starts
         )
 
-    def _windows(self, windows: range) -> dict[str, Tensor]:
-        """Samples of the text in its own order, filled up beyond its end."""
+    def _drawn(self, drawn: range) -> list[int]:
+        """The samples that are drawn as number drawn.start .. drawn.stop."""
+        # a pure function of (seed, number): nothing is shuffled in advance, any step is found at once
+        ids: list[int] = draws(drawn.start, drawn.stop, self.num_samples, seed=self.seed).tolist()
+        return ids
+
+    def _windows(self, windows: Sequence[int]) -> dict[str, Tensor]:
+        """These samples of the text; beyond its end they are filled up."""
         tokens, labels = empty_rows(len(windows), self.sequence_length)
         self._copy(windows, range(len(windows)), tokens, labels)
         return self.packing.batch(torch.from_numpy(tokens), torch.from_numpy(labels))
 
     def fill(self, drawn: range, rows: Iterable[int], tokens: Rows, labels: Rows) -> None:
         """Write the samples that are drawn as number drawn.start .. drawn.stop to these rows of both arrays."""
-        # a pure function of (seed, number): nothing is shuffled in advance, any step is found at once
-        ids = draws(drawn.start, drawn.stop, self.num_samples, seed=self.seed)
-        self._copy(ids.tolist(), rows, tokens, labels)
+        self._copy(self._drawn(drawn), rows, tokens, labels)
 
     def _copy(
         self, windows: Iterable[int], rows: Iterable[int], tokens: Rows, labels: Rows

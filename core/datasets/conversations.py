@@ -4,7 +4,7 @@ them, a chosen and a rejected answer to one prompt, a row each.
 Legend: `b` rows in the global batch, `s` tokens in a row.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,8 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.datasets.batches import GPTBatches, Rows, empty_rows, rows_from
-from core.datasets.order import draws
+from core.datasets.batches import GPTBatches, Rows, empty_rows
 from core.datasets.packing import IGNORED_LABEL, Packing
 from core.datasets.token_file import Array
 
@@ -76,24 +75,13 @@ class ConversationBatches(GPTBatches):
         """Number of rows, which is the length of an epoch."""
         return len(self._first_documents) - 1
 
-    def rows(self, first: int, count: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
-        """The rows of the run from number `first` on, as `GPTBatches.rows`."""
-        drawn = rows_from(first, count, rank, size)
-        return self._batch(
-            draws(drawn.start, drawn.stop, self.num_samples, seed=self.seed).tolist()
-        )
-
-    def _windows(self, windows: range) -> dict[str, Tensor]:
-        return self._batch(windows)
-
-    def _batch(self, windows: Iterable[int]) -> dict[str, Tensor]:
+    def _windows(self, windows: Sequence[int]) -> dict[str, Tensor]:
         """These rows of the epoch; beyond its end empty ones."""
-        numbers = list(windows)
-        tokens, labels = empty_rows(len(numbers), self.sequence_length)
+        tokens, labels = empty_rows(len(windows), self.sequence_length)
         tokens[:] = 0
         labels[:] = IGNORED_LABEL
         begins = np.zeros_like(tokens)
-        for row, number in enumerate(numbers):
+        for row, number in enumerate(windows):
             if number < self.num_samples:
                 self._fill_row(number, tokens[row], labels[row], begins[row])
         return self.packing.batch(
@@ -129,6 +117,8 @@ class PreferenceBatches(GPTBatches):
     """Pairs of rows: row 2 i holds a prompt with its chosen response, row 2 i + 1 the same with the rejected one.
 
     `global_batch_size` and `num_samples` count pairs, so that no cut into microbatches of whole samples parts two.
+    A batch of n pairs has int64 `tokens` and `labels` `[2 n, s]`, and `pair` `[2 n]`, the number of each row's pair
+    in the file, -1 where there is none.
     Labels count where a response is predicted. A row that is too short loses the end of its response (`truncated`).
     Raises ValueError: a token file without pairs; rows so short that nothing of some responses is left.
     """
@@ -174,19 +164,8 @@ class PreferenceBatches(GPTBatches):
         """Number of pairs, which is the length of an epoch."""
         return self.token_file.num_documents // 2
 
-    def rows(self, first: int, count: int, rank: int = 0, size: int = 1) -> dict[str, Tensor]:
-        """The `count` pairs from number `first` of the run on: int64 `tokens` and `labels` `[2 count/size, s]`, and
-        `pair` `[2 count/size]`, the number of each row's pair in the file, -1 where there is none."""
-        drawn = rows_from(first, count, rank, size)
-        return self._batch(
-            draws(drawn.start, drawn.stop, self.num_samples, seed=self.seed).tolist()
-        )
-
-    def _windows(self, windows: range) -> dict[str, Tensor]:
-        return self._batch(windows)
-
-    def _batch(self, pairs: Iterable[int]) -> dict[str, Tensor]:
-        numbers = [number if number < self.num_samples else -1 for number in pairs]
+    def _windows(self, windows: Sequence[int]) -> dict[str, Tensor]:
+        numbers = [number if number < self.num_samples else -1 for number in windows]
         tokens, labels = empty_rows(2 * len(numbers), self.sequence_length)
         tokens[:] = 0
         labels[:] = IGNORED_LABEL

@@ -1,6 +1,5 @@
 """Chats and prompts as token files of which the answers are marked, and as rows that keep them apart."""
 
-import json
 from itertools import pairwise
 
 import numpy as np
@@ -13,46 +12,7 @@ from core.datasets.prepare import main as prepare
 from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
 from core.training import ModelConfig
 from core.training.model.begin import build_stages
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TALK = [
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Two and two?"},
-    {"role": "assistant", "content": "Four."},
-    {"role": "user", "content": "And a cat ém?"},
-    {"role": "assistant", "content": "A cat — é."},
-]
-
-
-def lines(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A tokenizer of 300 tokens with a chat template, as a model's folder has it."""
-    import tokenizers
-
-    folder = tmp_path_factory.mktemp("model")
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=special,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(["Two and two? Four. And a cat? user assistant system"] * 3, trainer)
-    inner.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHATML, "eos_token": "<|im_end|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
+from tests.datasets.chats import TALK, lines
 
 
 def written(tmp_path, rows, *options):
@@ -61,16 +21,16 @@ def written(tmp_path, rows, *options):
     return TokenFile(output) if status == 0 else None
 
 
-def test_a_chat_is_what_the_template_writes_and_answers_are_the_assistants(tmp_path, folder):
+def test_a_chat_is_what_the_template_writes_and_answers_are_the_assistants(tmp_path, chat_folder):
     from transformers import AutoTokenizer
 
-    file = written(tmp_path, [{"messages": TALK}], "--tokenizer", str(folder / "tokenizer.json"))
-    theirs = AutoTokenizer.from_pretrained(folder)
+    file = written(tmp_path, [{"messages": TALK}], "--tokenizer", str(chat_folder / "tokenizer.json"))
+    theirs = AutoTokenizer.from_pretrained(chat_folder)
     tokens, answers = file.document(0), file.answers(0, file.num_tokens)
     expected = theirs.apply_chat_template(TALK, tokenize=True)
     expected = expected if isinstance(expected, list) else expected["input_ids"]
     assert tokens.tolist() == [*expected, file.card.end_of_text]
-    ours = load_tokenizer(folder / "tokenizer.json")
+    ours = load_tokenizer(chat_folder / "tokenizer.json")
     texts, inside = [], False
     for token, is_answer in zip(tokens.tolist(), answers, strict=True):
         if is_answer and not inside:
@@ -103,9 +63,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_rows_that_cannot_be_used_are_counted(tmp_path, folder, capsys, case):
+def test_rows_that_cannot_be_used_are_counted(tmp_path, chat_folder, capsys, case):
     row, message = BAD[case]
-    tokenizer = ["--tokenizer", str(folder / "tokenizer.json")]
+    tokenizer = ["--tokenizer", str(chat_folder / "tokenizer.json")]
     assert written(tmp_path, [row], *tokenizer) is None
     assert f"0 chats or prompts in 1 files, skipped: {message}" in capsys.readouterr().err
     file = written(tmp_path, [row, {"prompt": "a", "response": "b"}, row], *tokenizer)
@@ -113,11 +73,11 @@ def test_rows_that_cannot_be_used_are_counted(tmp_path, folder, capsys, case):
     assert f"skipped: {message.replace('1', '2', 1)}" in capsys.readouterr().out
 
 
-def test_what_is_refused(tmp_path, folder, capsys):
+def test_what_is_refused(tmp_path, chat_folder, capsys):
     """A folder without a template, bytes, text beside chats, a vocabulary of one's own."""
     bare = tmp_path / "bare"
     bare.mkdir()
-    (bare / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    (bare / "tokenizer.json").write_bytes((chat_folder / "tokenizer.json").read_bytes())
     chat, text = lines(tmp_path / "chat.jsonl", [{"messages": TALK}]), lines(tmp_path / "t.jsonl", [{"text": "a"}])
     cases = {
         "holds 0 of tokenizer_config.json, chat_template.jinja": [chat, "--tokenizer", str(bare / "tokenizer.json")],

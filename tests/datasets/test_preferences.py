@@ -8,7 +8,7 @@ import torch
 from core.datasets import ByteTokenizer, PreferenceBatches, TextFiles, TokenFile, first_documents, split_documents
 from core.datasets.corpus.preferences import prepare_preferences
 from core.datasets.prepare import main as prepare
-from tests.datasets.test_conversations import TALK, folder, lines  # noqa: F401
+from tests.datasets.chats import TALK, lines
 
 ROW = {"prompt": "1 + 1 =", "chosen": " 2", "rejected": " three"}
 
@@ -40,14 +40,14 @@ def test_a_pair_of_texts_is_two_documents_and_a_common_beginning_is_the_prompt(t
     assert file.card.skipped == {"pairs whose chosen and rejected response are the same": 1}
 
 
-def test_messages_are_rendered_by_the_template_and_only_the_response_is_learned(tmp_path, folder):  # noqa: F811
+def test_messages_are_rendered_by_the_template_and_only_the_response_is_learned(tmp_path, chat_folder):
     from core.datasets import load_tokenizer
 
     other = [{"role": "assistant", "content": "A dog."}]
     explicit = {"prompt": TALK[:4], "chosen": TALK[4:], "rejected": other}
     implicit = {"chosen": TALK, "rejected": [*TALK[:4], *other]}
-    file = prepared(tmp_path, [explicit, implicit], "--tokenizer", str(folder / "tokenizer.json"))
-    found = texts(file, load_tokenizer(folder / "tokenizer.json"))
+    file = prepared(tmp_path, [explicit, implicit], "--tokenizer", str(chat_folder / "tokenizer.json"))
+    found = texts(file, load_tokenizer(chat_folder / "tokenizer.json"))
     assert found[:2] == found[2:]
     # the assistant's turn in the prompt is context
     assert [learned for _, learned in found[:2]] == ["A cat — é.<|im_end|>", "A dog.<|im_end|>"]

@@ -12,7 +12,7 @@ from core.training.evaluate import main as evaluate
 from core.training.log.metrics import read_metrics
 from core.training.log.validation import read_validations
 from core.training.preferences.loss import NAMES
-from tests.datasets.test_conversations import lines
+from tests.datasets.chats import lines
 
 FIELDS = {
     "model.num_layers": 2,

@@ -13,7 +13,7 @@ from core.datasets.corpus import cached
 from core.training import RunConfig, initialize
 from core.training.config.texts import with_token_files
 from core.training.evaluate import main as evaluate
-from tests.datasets.test_conversations import TALK, folder, lines  # noqa: F401
+from tests.datasets.chats import TALK, lines
 
 SIZES = {"model.num_layers": 1, "model.hidden_size": 32, "model.num_attention_heads": 4, "data.sequence_length": 32}
 RUN = SIZES | {"training.train_steps": 12, "training.global_batch_size": 4, "device": "cpu", "optimizer.lr": 1e-2}
@@ -126,8 +126,8 @@ def test_a_folder_of_text_to_a_falling_loss_and_a_judgement_of_other_text(tmp_pa
     assert found["bytes"] == 40 * len("Line 7 of text 9 says 63.") and found["loss"] < losses[0]
 
 
-def tuned(rows, tmp_path, folder, layout):  # noqa: F811
-    fields = {"data__tokenizer": str(folder / "tokenizer.json"), "data__split": "1,0,0"} | layout
+def tuned(rows, tmp_path, chat_folder, layout):
+    fields = {"data__tokenizer": str(chat_folder / "tokenizer.json"), "data__split": "1,0,0"} | layout
     return trained(run_of(tmp_path, rows, training__train_steps=6, **fields))
 
 
@@ -139,15 +139,15 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
-def test_chats_fine_tune_with_the_same_losses_on_every_layout(ranks, tmp_path, folder, world, layout):  # noqa: F811
+def test_chats_fine_tune_with_the_same_losses_on_every_layout(ranks, tmp_path, chat_folder, world, layout):
     rows = lines(tmp_path / "chats.jsonl", [{"messages": TALK[: 3 + 2 * (i % 2)]} for i in range(40)])
     layout = {"data__sequence_length": 64} | layout
     size = {name: value for name, value in layout.items() if name.startswith(("data__", "model__"))}
-    made = run_of(tmp_path, rows, data__tokenizer=str(folder / "tokenizer.json"))
+    made = run_of(tmp_path, rows, data__tokenizer=str(chat_folder / "tokenizer.json"))
     (rows,) = with_token_files(made).data.train  # here, so that no rank of the pool has to import transformers
-    (alone,) = ranks(tuned, rows, tmp_path, folder, size, world=1)
+    (alone,) = ranks(tuned, rows, tmp_path, chat_folder, size, world=1)
     assert alone[-1] < alone[0]
-    for losses in ranks(tuned, rows, tmp_path, folder, layout, world=world):
+    for losses in ranks(tuned, rows, tmp_path, chat_folder, layout, world=world):
         assert losses == pytest.approx(alone, abs=2e-5)
 
 
