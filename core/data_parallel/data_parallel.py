@@ -325,11 +325,6 @@ class DataParallel(GradSync):
         return self._gradient_sums.changes.take(self.ps.device)
 
     @property
-    def clipped_first(self) -> bool:
-        """Whether the program clipped this step's gradients before it changed them in any other way."""
-        return self._gradient_sums.changes.clipped_first
-
-    @property
     def replicas(self) -> int:
         """What gradients are to be divided by for the mean over replicas."""
         if self.averaged:

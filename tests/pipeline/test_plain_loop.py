@@ -221,7 +221,7 @@ def penalized(of_weights, step_after):
 
 def test_a_penalty_in_the_loss_of_the_last_stage_is_told(ranks):
     first, last = ranks(penalized, True, False)
-    assert first == [] and len(last) == 1 and "loss_fn takes a sum of weights" in last[0]
+    assert first == [] and len(last) == 1 and "loss_fn takes norms or sums of weights" in last[0]
     assert ranks(penalized, False, True) == [[], []]
 
 

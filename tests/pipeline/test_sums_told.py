@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
-from core.optimizer import OptimizerConfig, ShardedSGD
+from core.optimizer import OptimizerConfig, ShardedSGD, clip_grad_norm_
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
 from tests.states import state
@@ -56,6 +56,31 @@ def test_forgotten_later_is_told_at_the_next_look():
     executor.step(batch(), loss)
     with pytest.warns(UserWarning, match="32 tokens"):
         optimizer.step()
+
+
+def clip(model):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def clip_values(model):
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+
+
+def clamp(model):
+    for parameter in model.parameters():
+        parameter.grad.clamp_(-0.1, 0.1)
+
+
+def decay(model):
+    for parameter in model.parameters():
+        parameter.grad.add_(parameter.detach(), alpha=0.1)
+
+
+def log(model):
+    return sum(parameter.grad.pow(2).sum() for parameter in model.parameters()) ** 0.5
+
+
+CHANGES = [clip, clip_values, clamp, decay, log]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -108,8 +133,16 @@ def test_clipping_is_no_division():
     """A norm of sums below the limit: clipped to less than the mean's gradient it is, or not at all."""
     model, optimizer, executor = torchs()
     executor.step(batch(), loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
-    with pytest.warns(UserWarning, match="32 tokens"):
+    with pytest.warns(UserWarning, match="norm by hand takes gradients that are sums of losses over 32 tokens"):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+    optimizer.step()
+
+
+def test_clipping_of_ours_is_no_division():
+    model, optimizer, executor = torchs()
+    executor.step(batch(), loss)
+    clip_grad_norm_(model.parameters(), 1e3)
+    with pytest.warns(UserWarning, match="sum of losses over 32 tokens"):
         optimizer.step()
 
 
@@ -170,24 +203,48 @@ def test_every_rank_of_a_pipeline_is_told(ranks, told):
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
-def test_sums_that_are_clipped_before_they_are_divided_are_told_once(zero_stage):
+@pytest.mark.parametrize("change", CHANGES)
+def test_sums_that_are_changed_by_hand_before_they_are_divided_are_told_once(zero_stage, change):
     model, optimizer, executor = ours(zero_stage)
-    tokens = executor.step(batch(), loss).num_tokens
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    with pytest.warns(UserWarning, match="clipped .* as sums of losses over 32 tokens.*step.num_tokens=1."):
+    for step in range(3):
+        tokens = executor.step(batch(step), loss).num_tokens
+        if step:
+            change(model)
+        else:
+            with pytest.warns(
+                UserWarning, match="by hand takes .* sums of losses over 32 tokens.*step.num_tokens=1."
+            ):
+                change(model)
         optimizer.step(tokens)
-    optimizer.zero_grad()
-    tokens = executor.step(batch(), loss).num_tokens
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    optimizer.step(tokens)
+        optimizer.zero_grad()
 
 
-def test_a_clipped_sum_that_nobody_divides_is_told():
-    model, optimizer, executor = ours()
-    executor.step(batch(), loss)
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-    with pytest.warns(UserWarning, match="sum of losses over 32 tokens"):
+@pytest.mark.parametrize("change", CHANGES)
+def test_sums_of_a_plain_module_are_told_as_well_and_means_are_not(change):
+    for divides in (True, False):
+        model, optimizer, executor = torchs()
+        tokens = executor.step(batch(), loss).num_tokens
+        if divides:
+            for parameter in model.parameters():
+                parameter.grad /= tokens
+            change(model)
+        else:
+            with pytest.warns(UserWarning, match="by hand takes .* sums of losses over 32 tokens"):
+                change(model)
+            for parameter in model.parameters():
+                parameter.grad /= tokens
+        assert type(model.weight.grad) is torch.Tensor
         optimizer.step()
+
+
+def test_what_no_scale_changes_is_right():
+    model, optimizer, executor = torchs()
+    tokens = executor.step(batch(), loss).num_tokens
+    for parameter in model.parameters():
+        assert not parameter.grad.isnan().any()
+        parameter.grad.sign_()
+    optimizer.step()
+    assert tokens
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])

@@ -17,18 +17,10 @@ _POSITIONS = 1 << 20
 
 
 class ChangesByHand:
-    """The changes of one step, in the order in which the program made them.
-
-    clipped_first: gradients were clipped before the program changed them in any other way.
-    """
+    """The changes of one step, in the order in which the program made them."""
 
     def __init__(self) -> None:
-        self.clipped_first = False
         self._changes: list[Tensor | int] = []
-
-    def note_clipping(self) -> None:
-        """The next change is gradient clipping."""
-        self.clipped_first |= not self._changes
 
     def add(self, value: Tensor | float) -> None:
         """A gradient that was put in, or a number that all of it was changed by; nothing waits for a device."""

@@ -10,7 +10,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -286,7 +285,7 @@ class BucketGradient(Tensor):
                 return norms
             return norms[0]
         if func in SCALES and isinstance(args[1], Tensor):
-            _note_scaling(slots[0], sys._getframe(1))
+            _warn_of_scaling(slots[0])
 
         if local:
             changes = ours[0].slot.sums.changes
@@ -319,10 +318,8 @@ def slot_of(parameter: Tensor) -> ParameterSlot | None:
     return None
 
 
-def _note_scaling(slot: ParameterSlot, caller: FrameType) -> None:
-    """Gradients are scaled by a tensor, as `clip_grad_norm_` does. Warns on a pipeline."""
-    if caller.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
-        slot.sums.changes.note_clipping()
+def _warn_of_scaling(slot: ParameterSlot) -> None:
+    """Gradients are scaled by a tensor, as `clip_grad_norm_` does: on a pipeline by a norm of some stages."""
     if (stages := slot.buffer.ps.size("pp")) > 1:
         warnings.warn(
             f"the gradients of 1 of {stages} pipeline ranks are scaled by a tensor: torch.nn.utils.clip_grad_norm_ "

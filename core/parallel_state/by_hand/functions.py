@@ -3,7 +3,7 @@
 from typing import Any
 
 _REDUCTIONS = """
-    norm _foreach_norm vector_norm matrix_norm cond sum mean prod var std var_mean std_mean max min amax amin aminmax
+    norm foreach_norm vector_norm matrix_norm cond sum mean prod var std var_mean std_mean max min amax amin aminmax
     argmax argmin median nanmedian quantile mode sort argsort topk kthvalue logsumexp softmax log_softmax normalize
     iter unbind nonzero mse_loss l1_loss smooth_l1_loss huber_loss kl_div cross_entropy histogram fft fft2
     rfft cumsum cumprod renorm count_nonzero unique histc svd svdvals qr eigh eigvals eigvalsh det slogdet inv pinv
@@ -33,6 +33,9 @@ KIND_OF_FUNCTION = {
 }
 # a momentum of one's own, say
 NEW_BUFFERS = {"zeros_like", "ones_like", "full_like", "empty_like"}
+# what a penalty is not for, whose gradient alone is each rank's own: somebody looks at its value
+_READS = "item float int format tolist numpy sqrt rsqrt pow log exp detach data gt lt"
+READS_OF_VALUE = frozenset(_READS.split())
 # their result on a shard is not the shard of the result
 WRONG_ON_SHARDS = {"reduction", "product", "draw", "index", "shape"}
 # torch's own frames between a program and `__torch_function__`

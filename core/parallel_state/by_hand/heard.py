@@ -25,7 +25,8 @@ WHOLE_NORM = "whole norm"
 
 @dataclass(frozen=True)
 class Heard:
-    """A function `name` of a kind: `WRONG_ON_SHARDS`, "sum", "combined" (numbers of several parameters), WHOLE_NORM.
+    """A function `name` of a kind: `WRONG_ON_SHARDS`, "sum", "combined" (numbers of several parameters), WHOLE_NORM;
+    of gradients also what `change_of_gradient` names.
 
     Called on a parameter or its gradient, or on what elementwise functions made of either.
     """
@@ -36,6 +37,7 @@ class Heard:
     name: str = ""
     joined: bool = False  # several of them, by cat, stack or a function of a list
     reduced: str = ""  # the function that made one number of it
+    is_penalty: bool = False  # numbers of several weights, summed with a gradient
     group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world
 
     @property

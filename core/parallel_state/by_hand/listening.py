@@ -7,7 +7,7 @@ While the model runs and while an optimizer steps they are plain ones: nothing i
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,13 +21,16 @@ from torch.optim.optimizer import (
 )
 from torch.utils import _pytree as pytree
 
+from core.parallel_state.by_hand.changes import change_of_gradient
 from core.parallel_state.by_hand.functions import (
     KIND_OF_FUNCTION,
     NEW_BUFFERS,
+    READS_OF_VALUE,
     called_by_program,
     function_name,
 )
 from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
+from core.parallel_state.by_hand.listening_classes import listening_classes, run_plain
 from core.parallel_state.by_hand.numbers import of_parameter
 
 
@@ -38,23 +41,13 @@ def is_foreign(hook: Any) -> bool:
     return not getattr(hook, "__module__", type(hook).__module__).startswith(("core.", "torch."))
 
 
-def _detached_for_a_parameter(data: Tensor) -> Tensor:
-    """`data.detach()` inside `Parameter(data)`, which wants a tensor of data's own class."""
-    with torch._C.DisableTorchFunctionSubclass():
-        result = data.detach()
-    if isinstance(data, Parameter):
-        make_plain([data])
-    result.__class__ = type(data)
-    if hasattr(data, "heard"):
-        result.heard = data.heard  # type: ignore[attr-defined]
-    return result
-
-
 class ByHand:
     """Calls `report(Heard)` for the functions that a program calls on the parameters it was opened with.
 
-    Elementwise functions, views and attributes are not reported. While an optimizer steps, parameters are plain.
-    numbers: norms and counts of weights are followed until those of several are put together.
+    Elementwise functions, views and attributes are not reported, but for changes of gradients. While an optimizer of
+    torch's or ours steps, parameters are plain.
+    numbers: norms and counts of weights are followed until those of several are put together; while an optimizer of
+    the program's own steps, those of gradients too, and nothing else is reported.
     """
 
     def __init__(
@@ -64,6 +57,10 @@ class ByHand:
         self._gradients = gradients
         self._numbers = numbers
         self.is_open = False
+        # the optimizer whose step is under way, the outermost one; whether it is the program's own, and listened to
+        self._stepping: int | None = None
+        self._in_optimizer = False
+        self._optimizer_steps = 0
         self._parameters: list[Parameter] = []
         # where gradients lie in buckets: what hears of operators on them
         self._slots: list[Any] = []
@@ -71,10 +68,10 @@ class ByHand:
         self._followed: list[weakref.ref[Tensor]] = []
         # a tensor's hooks, which one, what it was
         self._wrapped: list[tuple[dict, int, Callable]] = []
-        self._parameter, self._result = _classes(self)
+        self._parameter, self._result = listening_classes(self)
         # torch's hooks are of the process: they refer weakly, and go with this object
-        before = register_optimizer_step_pre_hook(_weak_hook(self, ByHand._plain))
-        after = register_optimizer_step_post_hook(_weak_hook(self, ByHand._listening))
+        before = register_optimizer_step_pre_hook(_weak_hook(self, ByHand._before_optimizer))
+        after = register_optimizer_step_post_hook(_weak_hook(self, ByHand._after_optimizer))
         self._hooks = [weakref.finalize(self, hook.remove) for hook in (before, after)]
 
     def open(self, parameters: Iterable[Parameter]) -> None:
@@ -93,6 +90,16 @@ class ByHand:
                 if self._gradients and parameter._backward_hooks:
                     self._listen_in_hooks(parameter)
                 parameter.__class__ = self._parameter
+
+    def open_for_gradients(self, parameters: Iterable[Parameter]) -> None:
+        """Listen to the gradients that these have now; the parameters stay plain, for forwards in between."""
+        self._parameters = []
+        self.is_open = True
+        for parameter in parameters:
+            self._listen_in_buckets(parameter)
+            gradient = parameter.grad
+            if type(gradient) is Tensor:
+                self._follow(gradient, Heard(parameter, True))
 
     def close(self) -> None:
         """Make all of them plain again."""
@@ -118,6 +125,27 @@ class ByHand:
             parameter.__class__ = Parameter
         torch.autograd.Variable._execution_engine.queue_callback(self._listening)
 
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        # an optimizer around another, sharpness-aware, say, is the one that counts
+        if self._stepping not in (None, id(optimizer)):
+            return
+        self._stepping = id(optimizer)
+        is_own = self._numbers and is_foreign(type(optimizer))
+        self._optimizer_steps += is_own
+        # its steps 1, 2, 4, 8 ...: an update costs many calls
+        self._in_optimizer = is_own and not self._optimizer_steps & (self._optimizer_steps - 1)
+        if not self._in_optimizer:
+            self._plain()
+
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._stepping != id(optimizer):
+            return
+        self._stepping = None
+        if self._in_optimizer:
+            self._plain_results()
+            self._in_optimizer = False
+        self._listening()
+
     def _listening(self) -> None:
         for parameter in self._parameters:
             if type(parameter) is Parameter:
@@ -128,6 +156,10 @@ class ByHand:
             if type(parameter) is self._parameter:
                 parameter.__class__ = Parameter
         self._plain_results()
+
+    def make_plain_later(self, tensor: Tensor) -> None:
+        """`tensor` has a class of ours, until nobody listens."""
+        self._followed.append(weakref.ref(tensor))
 
     def _plain_results(self) -> None:
         for reference in self._followed:
@@ -168,7 +200,7 @@ class ByHand:
     def called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run `func` on plain tensors; what is elementwise stays listened to."""
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **kwargs)
+            result = run_plain(func, args, kwargs)
             caller = sys._getframe(2)
             if not self.is_open or not called_by_program(caller):
                 return result
@@ -180,7 +212,10 @@ class ByHand:
                 "torch.nn.utils."
             ):
                 return result
-            source, tensor = self._listened((*args, *kwargs.values()))
+            values = (*args, *kwargs.values())
+            listened = self._listened(values)
+            source, tensor = listened[0]
+            sources = [heard for heard, _ in listened]
             if func is torch.autograd.grad:
                 self._follow_gradients(result, args[1] if len(args) > 1 else kwargs["inputs"])
                 return result
@@ -189,25 +224,33 @@ class ByHand:
                     self._follow(result, Heard(source.parameter, True))
                 return result
             if name == "all_reduce":
-                self._report(replace(source, kind="sum", name=name, group=kwargs.get("group")))
+                self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
+            on_list = name.startswith("foreach") and not self._in_optimizer
             if kind is not None:
-                on_list = name.startswith("foreach")
-                self._report(replace(source, kind=kind, name=name, joined=source.joined or on_list))
-            if self._numbers and not source.of_gradient:
-                followed = self._follow_number(
-                    source, name, kind, result, (*args, *kwargs.values())
-                )
+                self._hear(replace(source, kind=kind, name=name, joined=source.joined or on_list))
+            elif (change := change_of_gradient(func, sources, values)) is not None:
+                self._hear(replace(source, of_gradient=True, kind=change, name=name))
+            if self._numbers and (self._in_optimizer or not source.of_gradient):
+                followed = self._follow_number(sources, name, kind, result)
                 if followed is not None:
                     return followed
             joins = name in ("cat", "stack", "hstack", "vstack", "concat")
-            source = replace(source, joined=source.joined or joins)
+            source = replace(
+                source, joined=source.joined or (joins and self._are_of_several(sources))
+            )
             if (
                 kind is None
                 and type(result) is Tensor
                 and (joins or result.numel() == tensor.numel())
             ):
-                self._follow(result, source, for_good=name in NEW_BUFFERS)
+                is_new_buffer = name in NEW_BUFFERS and not self._in_optimizer
+                self._follow(result, source, for_good=is_new_buffer)
         return result
+
+    def _hear(self, heard: Heard) -> None:
+        # an optimizer may take shapes, and norms of one parameter after the other: of several they are a model's
+        if not self._in_optimizer or heard.joined or heard.kind == "combined":
+            self._report(heard)
 
     def _follow_gradients(self, gradients: tuple[Tensor | None, ...], inputs: Any) -> None:
         """Results of `torch.autograd.grad`, in the order of its inputs."""
@@ -228,49 +271,62 @@ class ByHand:
             self._report(replace(source, kind=WHOLE_NORM, name=name, joined=norm_of > 1))
         elif name in KIND_OF_FUNCTION:
             self._report(replace(source, kind=KIND_OF_FUNCTION[name], name=name))
+        elif (change := change_of_gradient(func.overloadpacket, [source], ())) is not None:
+            self._report(replace(source, kind=change, name=name))
         elif type(result) is Tensor and result.shape == source.parameter.shape:
             self._follow(result, source)
 
     def _follow_number(
-        self, source: Heard, name: str, kind: str | None, result: Any, values: tuple
+        self, sources: Sequence[Heard], name: str, kind: str | None, result: Any
     ) -> Any:
         """What stands for `result`, a number of one weight or of its norm; None if it is nothing of the kind."""
+        source = sources[0]
         if source.reduced:
-            leaves = pytree.tree_leaves(values)
-            sources = [x.heard for x in leaves if isinstance(x, self._result)]  # type: ignore[attr-defined]
-            meets = any(
-                other.reduced and other.parameter is not source.parameter for other in sources
-            )
+            combined = replace(source, kind="combined", name=source.reduced)
+            meets = len({id(other.parameter) for other in sources if other.reduced}) > 1
             # the gradient of a sum is each stage's own: a penalty that calls backward on every rank is right
             is_penalty = name in ("add", "iadd") and getattr(result, "requires_grad", False)
-            if meets and not is_penalty:
-                self._report(replace(source, kind="combined", name=source.reduced))
+            if meets and is_penalty:
+                source = replace(source, is_penalty=True)
+                self._follow(result, source)
+                return result
+            if meets or (source.is_penalty and name in READS_OF_VALUE):
+                self._hear(combined)
         is_count = kind == "shape" and type(result) is int and name in ("numel", "nelement")
         # not of `float(...)`: Python makes a plain number of whatever it is given back
         if is_count or (source.reduced and name == "item"):
             combined = replace(source, kind="combined", name=source.reduced or name)
-            return of_parameter(result, source.parameter, partial(self._report, combined))
-        if kind == "reduction" and type(result) is Tensor and not source.joined:
+            return of_parameter(result, source.parameter, partial(self._hear, combined))
+        if kind != "reduction" or source.joined:
+            return None
+        if type(result) is Tensor:
             self._follow(result, replace(source, reduced=source.reduced or name))
+            return result
+        if name.startswith("foreach") and len(result) == len(sources):
+            for number, its_source in zip(result, sources, strict=True):
+                self._follow(number, replace(its_source, reduced=name))
             return result
         return None
 
-    def _listened(self, values: Iterable[Any]) -> tuple[Heard, Tensor]:
-        for value in values:
-            if isinstance(value, self._parameter):
-                return Heard(value, False), value
-            if isinstance(value, self._result):
-                return value.heard, value  # type: ignore[attr-defined]
-            if isinstance(value, (list, tuple)) and any(
-                isinstance(value, (self._parameter, self._result)) for value in value
-            ):
-                return self._listened(value)
-        raise AssertionError("called without a tensor of these classes")
+    def _are_of_several(self, sources: Sequence[Heard]) -> bool:
+        """Whether values are of several parameters; in a loop any that are put together are."""
+        return not self._in_optimizer or len({id(source.parameter) for source in sources}) > 1
+
+    def _listened(self, values: Iterable[Any]) -> list[tuple[Heard, Tensor]]:
+        """The tensors of these classes that a function was given, in order, and whose values they are."""
+        listened: list[tuple[Heard, Tensor]] = []
+        for leaf in pytree.tree_leaves(values):
+            if isinstance(leaf, self._parameter):
+                listened.append((Heard(leaf, False), leaf))
+            elif isinstance(leaf, self._result):
+                listened.append((leaf.heard, leaf))  # type: ignore[attr-defined]
+        assert listened, "called without a tensor of these classes"
+        return listened
 
     def _follow(self, result: Tensor, source: Heard, *, for_good: bool = False) -> None:
         """Listen to what is called on `result`, too; for_good: beyond the next forward."""
         # bool: a mask that is counted
-        if result.is_floating_point() or result.dtype is torch.bool:
+        if self.is_open and (result.is_floating_point() or result.dtype is torch.bool):
             result.__class__ = self._result
             result.heard = source  # type: ignore[attr-defined]
             if not for_good:
@@ -295,66 +351,14 @@ def _called_inside(
     listener.heard_inside(source, func, result, norm_of)
 
 
-def make_plain(parameters: Iterable[Parameter]) -> None:
-    """Nobody listens to these any more: for who takes them over, and gives them classes of its own."""
-    for parameter in parameters:
-        if hasattr(type(parameter), "reports_to"):
-            parameter.__class__ = Parameter
-
-
-def _weak_hook(by_hand: ByHand, method: Callable[[ByHand], None]) -> Callable[..., None]:
+def _weak_hook(
+    by_hand: ByHand, method: Callable[[ByHand, torch.optim.Optimizer], None]
+) -> Callable[..., None]:
     """A hook that does not keep `by_hand` alive."""
     reference = weakref.ref(by_hand)
 
     def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if (listener := reference()) is not None and listener.is_open:
-            method(listener)
+            method(listener, optimizer)
 
     return hook
-
-
-def _classes(by_hand: ByHand) -> tuple[type[Parameter], type[Tensor]]:
-    """The classes of parameters and of results that report to `by_hand`; copies and files hold plain ones."""
-    reference = weakref.ref(by_hand)
-
-    def called(
-        cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        caller = sys._getframe(1).f_globals.get("__name__", "")
-        # zero_grad, say: two per parameter, so no further calls
-        if caller.startswith(("torch.optim.", "core.")):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        listener = reference()
-        if func is Tensor.detach and caller == "torch.nn.parameter":
-            parameter = _detached_for_a_parameter(args[0])
-            if listener is not None:
-                # closing makes it a plain one
-                listener._followed.append(weakref.ref(parameter))
-            return parameter
-        if listener is not None:
-            return listener.called(func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-    def copied(self: Tensor, memo: dict) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            plain: Tensor = self.detach().clone()
-        memo[id(self)] = copy = (
-            Parameter(plain, self.requires_grad) if isinstance(self, Parameter) else plain
-        )
-        return copy
-
-    def reduced(self: Tensor, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return Tensor.__reduce_ex__(self.as_subclass(Tensor), protocol)
-
-    shared = {
-        "__torch_function__": classmethod(called),
-        "__deepcopy__": copied,
-        "__module__": __name__,
-    }
-    shared["reports_to"] = reference
-    return type("Parameter", (Parameter,), shared), type(
-        "Tensor", (Tensor,), shared | {"__reduce_ex__": reduced}
-    )

@@ -21,9 +21,9 @@ from core.pipeline.run.checks.arguments import (
     refuse_other_kinds,
     resolve_schedule,
 )
+from core.pipeline.run.checks.loss import LossWatch
 from core.pipeline.run.checks.plain_loop import (
     BatchWatch,
-    LossWatch,
     PlainLoopWatch,
     refuse_other_groups,
 )
@@ -131,7 +131,7 @@ class Pipeline:
         self._loss_watch = LossWatch(ps, modules)
         self.sums_watch = SumsWatch(modules, ps, grad_sync)
         if ps.size("pp") > 1:
-            self._plain_loop = PlainLoopWatch(ps, modules, owns_updates=grad_sync is None)
+            self._plain_loop = PlainLoopWatch(ps, modules, self.sums_watch, grad_sync is None)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure
         self._connections.plan(self.schedule)
 

@@ -11,6 +11,7 @@ from core.autograd import GradSync, NullGradSync, StageContext, has_main_grad
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.random import seeded
 from core.parallel_state.state import ParallelState
+from core.pipeline.run.checks.loss import LossWatch
 from core.pipeline.run.checks.sums import SumsWatch
 from core.pipeline.run.ranges import named
 from core.pipeline.run.step import (
@@ -84,6 +85,7 @@ class SingleStage:
             self.stage = StageContext()
         self._forward_arguments = forward_arguments(model)
         self._sums_watch = SumsWatch([model], ps, grad_sync)
+        self._loss_watch = LossWatch(ps, [model])
 
     @property
     def modules(self) -> dict[int, nn.Module]:
@@ -107,6 +109,7 @@ class SingleStage:
         sync = self.grad_sync
         model = self.model
         microbatches = split_microbatches(batch, self.num_microbatches)
+        loss_fn = self._loss_watch.around(loss_fn)
         sums = []
         self.stage.loss_scale = loss_scale
         self.stage.begin_step()

@@ -3,6 +3,7 @@ gradients of one rank's stages, updates of some ranks' weights only."""
 
 import warnings
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,12 @@ from core.parallel_state.state import ParallelState
 READ_EVERY = 64
 
 
+class Hears(Protocol):
+    """Who is told as well of what a program does by hand."""
+
+    def hear(self, heard: Heard) -> None: ...
+
+
 class StageArithmetic:
     """Warns of norms, counts and reductions by hand, between a pipeline's steps, of several weights or gradients.
 
@@ -21,8 +28,9 @@ class StageArithmetic:
     same goes for norms, products and random draws of a weight that tensor ranks split. Each kind is told once.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], sums: Hears) -> None:
         self._modules = modules
+        self._sums = sums
         self._parameters = [p for module in modules for p in module.parameters()]
         # of parameters whose gradients were reduced
         self._reduced_ids: set[int] = set()
@@ -41,9 +49,12 @@ class StageArithmetic:
         self._by_hand.close()
 
     def _hear(self, heard: Heard) -> None:
+        self._sums.hear(heard)
         is_reduction = heard.kind == "reduction"
         if heard.sees_only_shard:
             self._warn_once("a shard", heard.message(*self._modules))
+        elif heard.kind == "combined" and heard.of_gradient:
+            self._warn_of_gradients()
         elif heard.kind == "combined" or (is_reduction and heard.joined and not heard.of_gradient):
             self._warn_once(
                 "counts" if heard.name in ("numel", "nelement") else "weights",
@@ -54,12 +65,15 @@ class StageArithmetic:
             # one gradient alone may be looked at; two in a row are on their way to a norm
             self._reduced_ids.add(id(heard.parameter))
             if len(self._reduced_ids) > 1 or heard.joined:
-                self._warn_once(
-                    "gradients",
-                    "gradients were reduced by hand (norm, max, mean): together they are of this rank's stages. "
-                    "core.optimizer.get_grad_norm(parameters) is the model's norm, core.optimizer.clip_grad_norm_ "
-                    "clips by it",
-                )
+                self._warn_of_gradients()
+
+    def _warn_of_gradients(self) -> None:
+        self._warn_once(
+            "gradients",
+            "gradients were reduced by hand (norm, max, mean): together they are of this rank's stages. "
+            "core.optimizer.get_grad_norm(parameters) is the model's norm, core.optimizer.clip_grad_norm_ "
+            "clips by it",
+        )
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned_of:

@@ -13,12 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.collectives import all_gather, all_gather_objects
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.state import ParallelState
-from core.pipeline.run.checks.by_hand import SkippedUpdateWatch, StageArithmetic
+from core.pipeline.run.checks.by_hand import Hears, SkippedUpdateWatch, StageArithmetic
 
 SAMPLED_GRADIENTS = 4  # per rank, the smallest ones
 SAMPLED_ELEMENTS = 2  # of each, the largest ones
@@ -179,16 +178,21 @@ def _refuse_lbfgs_of(ps: ParallelState, modules: Sequence[nn.Module]) -> Callabl
 class PlainLoopWatch:
     """Around a pipeline whose weights a loop of the user's updates: clipping, arithmetic by hand, skipped steps.
 
+    sums: hears as well what is done by hand.
     owns_updates: whether torch's optimizers update the stages; under a `grad_sync` ours compare for themselves.
     """
 
     def __init__(
-        self, ps: ParallelState, modules: Sequence[nn.Module], *, owns_updates: bool
+        self,
+        ps: ParallelState,
+        modules: Sequence[nn.Module],
+        sums: Hears,
+        owns_updates: bool,
     ) -> None:
         self._modules = modules
         self._scales = ScaleWatch(ps, modules) if owns_updates else None
         self.updates = SkippedUpdateWatch(ps, modules) if owns_updates else None
-        self._arithmetic = StageArithmetic(modules)
+        self._arithmetic = StageArithmetic(modules, sums)
         self._arithmetic.open()
         hook = register_optimizer_step_pre_hook(_refuse_lbfgs_of(ps, modules))
         weakref.finalize(self, hook.remove)
@@ -270,42 +274,6 @@ def _first_different(
         if other is not None and other[:-1] == fingerprint[:-1] and other != fingerprint:
             return rank
     return None
-
-
-class LossWatch:
-    """Listens to `loss_fn` in a pipeline's first step: a penalty over the modules' weights there counts for the
-    stages of the rank that computes the loss, and for no others."""
-
-    def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        self._has_warned = False
-        self._by_hand = ByHand(self._hear) if ps.size("pp") > 1 else None
-
-    def around(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss_fn`, listened to; itself from the second step on."""
-        by_hand = self._by_hand
-        self._by_hand = None
-        if by_hand is None:
-            return loss_fn
-
-        def listened(*arguments: Any) -> Any:
-            by_hand.open(parameters_of(self._modules))
-            try:
-                return loss_fn(*arguments)
-            finally:
-                by_hand.close()
-
-        return listened
-
-    def _hear(self, heard: Heard) -> None:
-        if heard.kind == "reduction" and not heard.of_gradient and not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"loss_fn takes a {heard.name} of weights: only those of this rank's stages count, it is called "
-                "where the last stage is. Use weight_decay, or call backward() on every rank, before step, for a "
-                "penalty of its own stages, times the tokens that gradients are divided by (over the replicas)",
-                stacklevel=5,
-            )
 
 
 def refuse_other_groups(modules: Sequence[nn.Module], ps: ParallelState) -> None:

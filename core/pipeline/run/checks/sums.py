@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from core.autograd import GradSync, has_main_grad
+from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.plain_loop import (
     UNIFORM,
@@ -32,8 +33,8 @@ class SumsWatch:
 
     Divided: `step(num_tokens=...)` was given a number, or the program has changed gradients since. One factor for all
     that is above 1 / tokens (gradient clipping) divides no more than it; where `grad_sync` or replicas change
-    gradients as well, every change counts but clipping before any other. A count of at most 1 says that the
-    losses are what is meant.
+    gradients as well, every change counts. A count of at most 1 says that the losses are what is meant.
+    Norms, limits and additions by hand before the division are told where they are made.
 
     Looks after steps 1, 2, 4, 8 ...; only what is to be told waits for the device.
     """
@@ -41,6 +42,10 @@ class SumsWatch:
     def __init__(
         self, modules: Sequence[nn.Module], ps: ParallelState, grad_sync: GradSync | None
     ) -> None:
+        # over a pipeline another listens (`StageArithmetic`), and tells of norms in words of its own
+        self._hears_norms = ps.size("pp") == 1
+        self._by_hand = ByHand(self.hear, gradients=True)
+        self._is_divided = False
         # where replicas are, gradients may be summed between the step and the optimizer
         self._is_alone = grad_sync is None and ps.size("dp-cp") == 1
         # without grad_sync a gradient is of this replica's tokens, `num_tokens` of all replicas'
@@ -48,7 +53,6 @@ class SumsWatch:
             self._replicas = ps.size("dp-cp")
         else:
             self._replicas = 1
-        self._grad_sync = grad_sync
         self._modules = modules
         self._steps = 0
         self._is_over = False  # told, or nothing to tell
@@ -85,12 +89,40 @@ class SumsWatch:
             self._states = {id(parameter): _state_of(parameter) for parameter in parameters}
             if self._is_alone and not any(map(has_main_grad, parameters)):
                 self._samples = SampledElements.of_smallest(parameters)
+            if self._hears_norms:
+                self._by_hand.open_for_gradients(parameters)
         return result
+
+    def hear(self, heard: Heard) -> None:
+        """What a program did with a gradient by hand, before an update. Warns, once, where it is still a sum."""
+        if self._result is None or not heard.of_gradient:
+            return
+        if heard.kind == "scaled":
+            self._is_divided = True
+            self._by_hand.close()
+        is_norm = heard.kind in ("reduction", WHOLE_NORM) and self._hears_norms
+        if self._is_divided or not (is_norm or heard.kind in ("clamped", "added")):
+            return
+        num_tokens = float(self._result.num_tokens)
+        if not num_tokens / self._replicas * float(self._divisor) > ROUNDING:
+            return
+        self.close()
+        warnings.warn(
+            f"{heard.name} by hand takes gradients that are sums of losses over {num_tokens:g} tokens, as the "
+            f"executor's step left them, {num_tokens:g} times the mean's: a norm is as much larger, a limit or a "
+            "decay as much smaller than what is meant. Divide p.grad by result.num_tokens first, and call "
+            "step(num_tokens=1) of an optimizer of ours (its clip_grad and weight_decay are of the mean); if loss_fn "
+            "returns what you mean to minimise, return 1 / num_microbatches as its count",
+            stacklevel=6,
+        )
 
     def _forget(self) -> None:
         self._result = None
         self._states = {}
         self._samples = []
+        self._is_divided = False
+        if self._by_hand.is_open:
+            self._by_hand.close()
 
     @torch.no_grad()
     def _look(
@@ -102,10 +134,7 @@ class SumsWatch:
         takes_tokens = hasattr(optimizer, "shard")
         # args[0] is the optimizer
         given = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)
-        is_clipped = getattr(self._grad_sync, "clipped_first", False)
         if takes_tokens and given is not None and not callable(given):
-            if is_clipped and float(given) > ROUNDING:
-                self._tell_of_clipping(float(result.num_tokens))
             return
         parameters = []
         for group in optimizer.param_groups:
@@ -114,11 +143,7 @@ class SumsWatch:
         if not with_gradient:
             return
         is_changed = any(_state_of(p) != states[id(p)] for p in with_gradient)
-        if (
-            is_changed
-            and not is_clipped
-            and not self._only_clipped(result, {id(p) for p in parameters})
-        ):
+        if is_changed and not self._only_clipped(result, {id(p) for p in parameters}):
             return
         num_tokens = float(result.num_tokens)
         # a loss_scale of 1 / tokens has made it a mean
@@ -135,16 +160,6 @@ class SumsWatch:
             f"executor's step left it: {num_tokens:g} times the gradient of the mean over 1. {remedy[0].upper()}"
             f"{remedy[1:]}; if loss_fn returns what you mean to minimise, {silence}",
             stacklevel=5,
-        )
-
-    def _tell_of_clipping(self, num_tokens: float) -> None:
-        self.close()
-        warnings.warn(
-            f"gradients were clipped (clip_grad_norm_) as sums of losses over {num_tokens:g} tokens, and step() "
-            f"divides them afterwards: the mean's norm is bounded by 1/{num_tokens:g} of what was given. "
-            "OptimizerConfig(clip_grad=...) clips the mean; or divide p.grad by result.num_tokens, clip, and call "
-            "step(num_tokens=1)",
-            stacklevel=6,
         )
 
     def _only_clipped(self, result: StepResult, optimized: set[int]) -> bool:

@@ -1,0 +1,96 @@
+"""The classes that parameters, and what is made of them, have while somebody listens to what is called on them."""
+
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+class Listener(Protocol):
+    """Who hears."""
+
+    def called(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run `func`, which was called on a tensor of these classes."""
+        ...
+
+    def make_plain_later(self, tensor: Tensor) -> None:
+        """A tensor of these classes was made, which is given its own back when nobody listens."""
+        ...
+
+
+def run_plain(func: Any, args: tuple, kwargs: dict) -> Any:
+    """`func`, where nobody listens: inside of `DisableTorchFunctionSubclass`."""
+    # torch formats numbers of its own class only
+    if func is Tensor.__format__:
+        return args[0].as_subclass(Tensor).__format__(*args[1:])
+    return func(*args, **kwargs)
+
+
+def make_plain(parameters: Iterable[Parameter]) -> None:
+    """Nobody listens to these any more: for who takes them over, and gives them classes of its own."""
+    for parameter in parameters:
+        if hasattr(type(parameter), "reports_to"):
+            parameter.__class__ = Parameter
+
+
+def _detached_for_a_parameter(data: Tensor) -> Tensor:
+    """`data.detach()` inside `Parameter(data)`, which wants a tensor of data's own class."""
+    with torch._C.DisableTorchFunctionSubclass():
+        result = data.detach()
+    if isinstance(data, Parameter):
+        make_plain([data])
+    result.__class__ = type(data)
+    if hasattr(data, "heard"):
+        result.heard = data.heard  # type: ignore[attr-defined]
+    return result
+
+
+def listening_classes(by_hand: Listener) -> tuple[type[Parameter], type[Tensor]]:
+    """The classes of parameters and of results that report to `by_hand`; copies and files hold plain ones."""
+    reference = weakref.ref(by_hand)
+
+    def called(
+        cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        # zero_grad, say: two per parameter, so no further calls
+        if caller.startswith(("torch.optim.", "core.")):
+            with torch._C.DisableTorchFunctionSubclass():
+                return run_plain(func, args, kwargs or {})
+        listener = reference()
+        if func is Tensor.detach and caller == "torch.nn.parameter":
+            parameter = _detached_for_a_parameter(args[0])
+            if listener is not None:
+                # closing makes it a plain one
+                listener.make_plain_later(parameter)
+            return parameter
+        if listener is not None:
+            return listener.called(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return run_plain(func, args, kwargs or {})
+
+    def copied(self: Tensor, memo: dict) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain: Tensor = self.detach().clone()
+        memo[id(self)] = copy = (
+            Parameter(plain, self.requires_grad) if isinstance(self, Parameter) else plain
+        )
+        return copy
+
+    def reduced(self: Tensor, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return Tensor.__reduce_ex__(self.as_subclass(Tensor), protocol)
+
+    shared = {
+        "__torch_function__": classmethod(called),
+        "__deepcopy__": copied,
+        "__module__": __name__,
+    }
+    shared["reports_to"] = reference
+    return type("Parameter", (Parameter,), shared), type(
+        "Tensor", (Tensor,), shared | {"__reduce_ex__": reduced}
+    )
