@@ -26,6 +26,8 @@ from core.pipeline.run.step import StepResult
 
 # a gradient that was divided by its tokens is not above 1 / tokens by more
 ROUNDING = 1.01
+# a largest element is looked at for other reasons, too
+NORMS = {"norm", "vector_norm", "matrix_norm", "foreach_norm", "sum"}
 
 
 class SumsWatch:
@@ -100,7 +102,7 @@ class SumsWatch:
         if heard.kind == "scaled":
             self._is_divided = True
             self._by_hand.close()
-        is_norm = heard.kind in ("reduction", WHOLE_NORM) and self._hears_norms
+        is_norm = self._hears_norms and (heard.kind == WHOLE_NORM or heard.name in NORMS)
         if self._is_divided or not (is_norm or heard.kind in ("clamped", "added")):
             return
         num_tokens = float(self._result.num_tokens)
