@@ -1,4 +1,4 @@
-"""`import`: a directory of torch's DCP, Megatron's `torch_dist` or DeepSpeed's as a checkpoint here, streamed."""
+"""`import`: a directory of torch's DCP, Megatron's or DeepSpeed's as a checkpoint here, streamed."""
 
 import json
 import os
@@ -25,6 +25,7 @@ from core.dist_checkpointing.state.leaves import encode, tagged
 from core.dist_checkpointing.state.nested import map_leaves
 from core.dist_checkpointing.state.tensors import unstorable
 from core.dist_checkpointing.storage.address import parse_address
+from core.dist_checkpointing.tools.foreign.contents import Contents
 from core.dist_checkpointing.tools.foreign.dcp import (
     COMMON,
     ByteRange,
@@ -35,6 +36,8 @@ from core.dist_checkpointing.tools.foreign.dcp import (
 from core.dist_checkpointing.tools.foreign.dcp_shards import ShardCache, load_saved
 from core.dist_checkpointing.tools.foreign.deepspeed import read_deepspeed
 from core.dist_checkpointing.tools.foreign.deepspeed_files import is_deepspeed
+from core.dist_checkpointing.tools.foreign.megatron import read_megatron
+from core.dist_checkpointing.tools.foreign.megatron_files import is_megatron
 from core.dist_checkpointing.writing.job import Cells
 from core.parallel_state.flat import extent, whole
 
@@ -97,7 +100,9 @@ def plan(source: str | os.PathLike[str]) -> Import:
     if "://" in folder:
         raise ValueError(f"{folder}: only local directories are imported; copy it to one")
     if is_deepspeed(folder):
-        return _of_deepspeed(folder)
+        return _of_files(folder, "DeepSpeed", read_deepspeed)
+    if is_megatron(folder):
+        return _of_files(folder, "Megatron", read_megatron)
     saved = read_dcp(folder)
     imported = Import(saved.version)
     _add_tensors(imported, saved)
@@ -121,13 +126,14 @@ def plan(source: str | os.PathLike[str]) -> Import:
     return imported
 
 
-def _of_deepspeed(folder: str) -> Import:
+def _of_files(folder: str, program: str, read: Callable[[str], Contents]) -> Import:
+    """Of a program that writes a file per rank."""
     try:
-        contents = read_deepspeed(folder)
+        contents = read(folder)
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
         # a file of any content may come here
-        raise ValueError(f"{folder}: {error!r}: not as DeepSpeed writes it") from None
-    imported = Import(contents.version, contents.tensors, origin="DeepSpeed")
+        raise ValueError(f"{folder}: {error!r}: not as {program} writes it") from None
+    imported = Import(contents.version, contents.tensors, origin=program)
     imported.derived = contents.derived
     imported.skipped = contents.skipped
     for key, value in contents.values.items():
