@@ -11,6 +11,7 @@ from core.autograd import StageContext
 from core.parallel_state import ParallelState
 from core.parallel_state.spread import building_device
 from core.tensor_parallel import Placement
+from core.transformer.precision import fp8_of
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -39,6 +40,7 @@ class Build:
             device=building_device(self.parallel.device),
             stage=self.stage,
             filled_by_model=True,
+            fp8=fp8_of(self.config, self.layer),
         )
 
 
