@@ -129,7 +129,7 @@ def test_inner_and_last_dims_of_a_product_are_multiples_of_16(monkeypatch):
 @pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
 def test_where_no_product_of_8_bits_is_the_numbers_are_the_same_and_told_once(recipe, monkeypatch):
     fp8._tell_once.cache_clear()
-    x, weight, gy = operands(torch.float32)
+    x, weight, _ = operands(torch.float32)
     with_it = deferred_linear(x, weight, stage=StageContext(), fp8=recipe)
     monkeypatch.setattr(fp8, "_multiplies", lambda *a: False)
     with pytest.warns(UserWarning, match=r"no product of torch.float8.* on cpu; .*slower than model.fp8 left out"):
