@@ -70,7 +70,7 @@ class Fp8:
         if dtype != torch.float64:
             # some devices give 16 bits only where scales are of rows
             for made in (dtype, torch.bfloat16):
-                if _multiplies(a.device.type, a_dtype, made, self.rowwise):
+                if multiplies(a.device.type, a_dtype, made, self.rowwise):
                     return scaled_product(left, right, made).to(dtype)
             _tell_once(a.device.type, a_dtype, self.rowwise)
         return plain_product(left, right, dtype)
@@ -139,7 +139,7 @@ def _padded(values: Tensor, *, rows: int) -> Tensor:
 
 
 @cache
-def _multiplies(
+def multiplies(
     device_type: str, left_dtype: torch.dtype, dtype: torch.dtype, rowwise: bool
 ) -> bool:
     """Whether this device multiplies e4m3 by `left_dtype` into `dtype` with such scales; tried once."""

@@ -100,6 +100,7 @@ TORCHTITAN = {
     "training.dataset_path": "data.train",
     "training.mixed_precision_param": "model.bf16",
     "training.mixed_precision_reduce": "data_parallel.reduce_dtype",
+    "float8.recipe_name": "model.fp8_recipe",
     "parallelism.data_parallel_replicate_degree": "parallel.replicate",
     "parallelism.data_parallel_shard_degree": "data_parallel.zero_stage",
     "parallelism.fsdp_reshard_after_forward": "data_parallel.zero_stage",
