@@ -1,15 +1,13 @@
-"""Which of a model's linears multiply 8-bit factors, and how: pure."""
+"""Which of a model's layers multiply 8-bit factors, and rules about it: functions of a configuration's fields."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from core.autograd.fp8 import E4M3, E5M2, Fp8
-
 # a TransformerConfig, whose file imports this one
 Precision = Any
 
-# `fp8` -> the format of output gradients; activations and weights are e4m3
-GRADIENT_FORMATS = {"e4m3": E4M3, "hybrid": E5M2}
+# hybrid: output gradients in e5m2, activations and weights in e4m3
+FP8_FORMATS = ("e4m3", "hybrid")
 FP8_RECIPES = ("tensorwise", "rowwise")
 _RECIPES_ELSEWHERE = {
     "delayed": "Transformer Engine scales by the largest values of steps before",
@@ -33,8 +31,8 @@ def fp8_rules(config: Precision) -> Iterator[tuple[bool, str]]:
     kind = config.fp8
     recipe = config.fp8_recipe
     yield (
-        kind is None or kind in GRADIENT_FORMATS,
-        f"unknown fp8 {kind!r}; known: {', '.join(GRADIENT_FORMATS)}, or None for none",
+        kind is None or kind in FP8_FORMATS,
+        f"unknown fp8 {kind!r}; known: {', '.join(FP8_FORMATS)}, or None for none",
     )
     yield (
         recipe in FP8_RECIPES,
@@ -69,14 +67,14 @@ def fp8_rules(config: Precision) -> Iterator[tuple[bool, str]]:
         )
 
 
-def fp8_of(config: Precision, layer: int) -> Fp8 | None:
-    """How the linears of layer `layer` (a global number; -1 outside of layers) multiply; None: in their own dtype.
+def in_8_bits(config: Precision, layer: int) -> bool:
+    """Whether the linears of layer `layer` (a global number; -1 outside of layers) multiply 8-bit factors.
 
     Linears of attention and MLP, and experts; not embedding, router, output layer, adapters of LoRA.
     """
     if config.fp8 is None or layer < 0:
-        return None
+        return False
+    if not config.first_last_layers_bf16:
+        return True
     end = config.num_layers - config.num_layers_at_end_in_bf16
-    if config.first_last_layers_bf16 and not config.num_layers_at_start_in_bf16 <= layer < end:
-        return None
-    return Fp8(GRADIENT_FORMATS[config.fp8], config.fp8_recipe == "rowwise", config.fp8_wgrad)
+    return bool(config.num_layers_at_start_in_bf16 <= layer < end)

@@ -22,7 +22,7 @@ from core.training.log.sinks import open_sinks
 from core.training.model.config import ModelConfig
 from core.training.run.build import count_parameters, count_trained
 from core.training.run.data import Corpus
-from core.transformer.precision import fp8_of
+from core.transformer.precision import in_8_bits
 
 _WIDEST = 118  # columns of a drawing
 
@@ -92,8 +92,7 @@ def layout_in_words(ps: ParallelState, run: RunConfig) -> str:
 
 def _in_8_bits(model: ModelConfig) -> str:
     config = model.transformer()
-    of_layers = [fp8_of(config, layer) for layer in range(config.num_layers)]
-    count = sum(recipe is not None for recipe in of_layers)
+    count = sum(in_8_bits(config, layer) for layer in range(config.num_layers))
     return (
         f"8 bits: products of the linears of {count} of {config.num_layers} layers ({config.fp8}, "
         f"{config.fp8_recipe}); mfu is a share of the peak of {str(model.dtype).removeprefix('torch.')}"
