@@ -21,6 +21,7 @@ from benchmarks.accelerator.bench import (
 from core import dist_checkpointing
 from core.autograd import apply_recompute
 from core.autograd.compiled import check_compiler, compile_layers
+from core.autograd.fp8 import E4M3, E5M2, Fp8, multiplies
 from core.autograd.products import weight_gradient
 from core.data_parallel import DataParallel
 from core.dist_checkpointing.manager import CheckpointManager
@@ -292,6 +293,33 @@ def compiled_layers(b):
     return close(found, expected, FLOAT32, "compiled")
 
 
+def eight_bits(b):
+    """Products of 8-bit factors against their plain twins in float64 on the CPU; which of them the device makes."""
+    made = []
+    for rowwise in (False, True):
+        for gradient_dtype in (E4M3, E5M2):
+            recipe = Fp8(gradient_dtype, rowwise)
+            for tokens, inputs, outputs in ((64, 96, 48), (37, 80, 23)):
+                generator = torch.Generator().manual_seed(tokens)
+                sizes = (tokens, inputs), (outputs, inputs), (tokens, outputs)
+                x, w, gy = (torch.randn(size, generator=generator).bfloat16() for size in sizes)
+                twins = _three_products(recipe, x.double(), w.double(), gy.double())
+                found = _three_products(recipe, *(t.to(b.device) for t in (x, w, gy)))
+                for ours, exact in zip(found, twins, strict=True):
+                    error = (ours.cpu().double() - exact).abs().max() / exact.abs().max()
+                    assert error < 2**-7, f"{recipe}: off by {error:.1e}"
+            for dtype in (torch.float32, torch.bfloat16):
+                if multiplies(b.device.type, gradient_dtype, dtype, rowwise):
+                    scales = "rowwise" if rowwise else "tensorwise"
+                    made.append(f"{gradient_dtype} {scales} {dtype}")
+    return f"8-bit kernels: {', '.join(made).replace('torch.', '') or 'none'}"
+
+
+def _three_products(recipe, x, w, gy):
+    y = recipe.forward(x, w)
+    return y, recipe.input_gradient(gy, w), recipe.weight_gradient(x, gy, torch.float32)
+
+
 CHECKS = {
     "initial weights, bit for bit": initial_weights,
     "loss and gradients, llama": gradients("llama"),
@@ -311,6 +339,7 @@ CHECKS = {
     "no host read in a step": no_host_sync,
     "the same bits twice": same_bits_twice,
     "compiled layers": compiled_layers,
+    "products of 8-bit factors": eight_bits,
 }
 
 

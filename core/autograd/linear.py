@@ -16,18 +16,23 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.autograd.bag import NO_DEFERRAL, StageContext, Ticket, object_of
+from core.autograd.fp8 import Fp8
 from core.autograd.gradients import delivers, has_main_grad, no_second_derivative, overwritten
 from core.autograd.products import NO_COMM, Comm, LinearThunk, matrix_of, product, weight_gradient
 from core.autograd.recomputation.lazy_product import linears_of_region
 from core.autograd.recomputation.two_runs import recomputed_region
 
 
-def _multiply(x: Tensor, matrix: Tensor, flat_bias: Tensor | None, comm: Comm) -> Tensor:
+def _multiply(
+    x: Tensor, matrix: Tensor, flat_bias: Tensor | None, comm: Comm, fp8: Fp8 | None
+) -> Tensor:
     if comm.before_forward is not None:
         x = comm.before_forward(x)
-    if comm.after_forward is None:
+    if fp8 is None and comm.after_forward is None:
         return F.linear(x, matrix, flat_bias)
-    y = comm.after_forward(F.linear(x, matrix))
+    y = F.linear(x, matrix) if fp8 is None else fp8.forward(x, matrix)
+    if comm.after_forward is not None:
+        y = comm.after_forward(y)
     if flat_bias is None:
         return y
     return y.add_(flat_bias)
@@ -44,6 +49,7 @@ class _DeferredLinear(torch.autograd.Function):
         bias: Parameter | None,
         stage: StageContext,
         comm: Comm,
+        fp8: Fp8 | None,
     ) -> Tensor:
         matrix = matrix_of(weight)
         flat_bias = bias if bias is None or bias.dim() == 1 else bias.view(-1)
@@ -57,12 +63,12 @@ class _DeferredLinear(torch.autograd.Function):
                 flat_bias = flat_bias.to(autocast_dtype)
         region = linears_of_region.get()
         if region is None:
-            y = _multiply(x, matrix, flat_bias, comm)
+            y = _multiply(x, matrix, flat_bias, comm, fp8)
         else:
             collective = comm.before_forward is not None or comm.after_forward is not None
             operands = [t for t in (x, matrix, flat_bias) if t is not None]
             y = region.multiply(
-                partial(_multiply, x.detach(), matrix, flat_bias, comm), operands, collective
+                partial(_multiply, x.detach(), matrix, flat_bias, comm, fp8), operands, collective
             )
         # autograd lets nobody write into a view that a Function returns, and `relu_` is common
         if y._is_view():
@@ -73,6 +79,7 @@ class _DeferredLinear(torch.autograd.Function):
         ctx.weight = weight
         ctx.bias = bias
         ctx.comm = comm
+        ctx.fp8 = fp8
         ctx.bag = stage.bag
         ctx.region = recomputed_region.get()
         ctx.version = weight._version if ctx.needs_input_grad[0] else 0
@@ -82,11 +89,14 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         weight = ctx.weight
         comm = ctx.comm
+        fp8 = ctx.fp8
         bag = ctx.bag
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         # without collectives the operations below are differentiable themselves
         if torch.is_grad_enabled() and comm is not NO_COMM:
             raise no_second_derivative("a tensor-parallel linear")
+        if torch.is_grad_enabled() and fp8 is not None:
+            raise no_second_derivative("a linear with fp8")
         sharded_gy = gy
         pending_x = None
         if comm.before_backward is not None:
@@ -104,28 +114,29 @@ class _DeferredLinear(torch.autograd.Function):
             if weight._version != ctx.version:
                 raise overwritten(weight, ctx.version)
             matrix = matrix_of(weight)
-            dx = gy.matmul(matrix if matrix.dtype == gy.dtype else matrix.to(gy.dtype))
+            matrix = matrix if matrix.dtype == gy.dtype else matrix.to(gy.dtype)
+            dx = gy.matmul(matrix) if fp8 is None else fp8.input_gradient(gy, matrix)
             if comm.after_backward is not None:
                 pending_dx = comm.after_backward(dx)
         if wants_dw:
             if is_deferred:
                 # detached: x itself would keep the graph alive
-                bag.put(LinearThunk(weight, x.detach(), sharded_gy, comm))
+                bag.put(LinearThunk(weight, x.detach(), sharded_gy, comm, fp8))
             else:
                 if pending_x is not None:
                     x = pending_x.wait()
                 elif comm.before_forward is not None:
                     x = comm.before_forward(x)
                 if past_autograd:
-                    dw = weight_gradient(weight, x, gy)
+                    dw = weight_gradient(weight, x, gy, fp8)
                 else:
-                    dw = product(weight, x, gy)
+                    dw = product(weight, x, gy, fp8)
         if wants_db:
             bias = ctx.bias
             db = gy.reshape(-1, gy.shape[-1]).sum(0)
             if bias.dim() != 1:
                 db = db.view(bias.shape)
-        return dx if pending_dx is None else pending_dx.wait(), dw, db, None, None
+        return dx if pending_dx is None else pending_dx.wait(), dw, db, None, None, None
 
 
 # Inside compiled code: one operation for the product, one that puts a thunk into the bag.
@@ -278,11 +289,13 @@ def deferred_linear(
     *,
     stage: StageContext,
     comm: Comm = NO_COMM,
+    fp8: Fp8 | None = None,
 ) -> Tensor:
     """x [..., i] -> [..., o] with weight [o..., i] and bias [o...], and the collectives of `comm` around it.
 
     With a bag in `stage` at the time of the forward, backward defers dW into it (autograd gets None);
     without one dW goes into `weight.main_grad`, or to autograd where there is no main_grad.
+    fp8: how the three products are made of 8-bit factors (core/autograd/fp8.py); None: of x, dy and W as they are.
     """
     if torch.compiler.is_compiling():
         collectives = (
@@ -291,27 +304,32 @@ def deferred_linear(
             comm.before_backward,
             comm.after_backward,
         )
-        if collectives == (None, None, None, None):
+        if collectives == (None, None, None, None) and fp8 is None:
             compiled = _compiled_linear(x, weight, bias, stage)
             if compiled is not None:
                 return compiled
-        return _outside_compiled_graph(x, weight, bias, stage, comm)
+        return _outside_compiled_graph(x, weight, bias, stage, comm, fp8)
     # For generated tokens a Function's own overhead counts. Not where the forward has collectives: they would drop
     # the tangents of forward-mode differentiation without a word.
     is_local = comm.before_forward is None and comm.after_forward is None
-    plain = not torch.is_grad_enabled() and linears_of_region.get() is None
+    plain = fp8 is None and not torch.is_grad_enabled() and linears_of_region.get() is None
     if is_local and plain and not torch.is_autocast_enabled(x.device.type):
         return F.linear(
             x, matrix_of(weight), bias if bias is None or bias.dim() == 1 else bias.view(-1)
         )
-    y: Tensor = _DeferredLinear.apply(x, weight, bias, stage, comm)
+    y: Tensor = _DeferredLinear.apply(x, weight, bias, stage, comm, fp8)
     return y
 
 
 @torch.compiler.disable
 def _outside_compiled_graph(
-    x: Tensor, weight: Parameter, bias: Parameter | None, stage: StageContext, comm: Comm
+    x: Tensor,
+    weight: Parameter,
+    bias: Parameter | None,
+    stage: StageContext,
+    comm: Comm,
+    fp8: Fp8 | None,
 ) -> Tensor:
-    """A graph break: collectives around the product are not traced."""
-    y: Tensor = _DeferredLinear.apply(x, weight, bias, stage, comm)
+    """A graph break: collectives around the product, and products of 8 bits, are not traced."""
+    y: Tensor = _DeferredLinear.apply(x, weight, bias, stage, comm, fp8)
     return y

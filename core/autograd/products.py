@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from core.autograd.fp8 import Fp8
 from core.autograd.gradients import accumulate, main_grad_of
 
 
@@ -63,7 +64,9 @@ def matrix_of(weight: Tensor) -> Tensor:
     return weight.view(-1, weight.shape[-1])
 
 
-def weight_gradient(parameter: Parameter, x: Tensor, gy: Tensor) -> Tensor | None:
+def weight_gradient(
+    parameter: Parameter, x: Tensor, gy: Tensor, fp8: Fp8 | None = None
+) -> Tensor | None:
     """dy^T x, added straight into `main_grad` where there is one (then None is returned, else the gradient).
 
     The sum is in main_grad's dtype without an intermediate where dtypes are equal, or where the device
@@ -71,22 +74,31 @@ def weight_gradient(parameter: Parameter, x: Tensor, gy: Tensor) -> Tensor | Non
     """
     main_grad = main_grad_of(parameter)
     if main_grad is None:
-        return product(parameter, x, gy)
-    add_product(main_grad, x, gy)
+        return product(parameter, x, gy, fp8)
+    add_product(main_grad, x, gy, fp8)
     return None
 
 
-def product(weight: Tensor, x: Tensor, gy: Tensor) -> Tensor:
+def product(weight: Tensor, x: Tensor, gy: Tensor, fp8: Fp8 | None = None) -> Tensor:
     """dy^T x, as a tensor of its own."""
-    return gy.reshape(-1, gy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1])).view(weight.shape)
+    x = x.reshape(-1, x.shape[-1])
+    gy = gy.reshape(-1, gy.shape[-1])
+    if fp8 is not None and fp8.wgrad:
+        return fp8.weight_gradient(x, gy, x.dtype).view(weight.shape)
+    return gy.t().mm(x).view(weight.shape)
 
 
-def add_product(main_grad: Tensor, x: Tensor, gy: Tensor) -> None:
-    """main_grad [o..., i] += gy^T x, of gy [..., o] and x [..., i]; in main_grad's dtype where the device can."""
+def add_product(main_grad: Tensor, x: Tensor, gy: Tensor, fp8: Fp8 | None = None) -> None:
+    """main_grad [o..., i] += gy^T x, of gy [..., o] and x [..., i]; in main_grad's dtype where the device can.
+
+    With `fp8` of 8-bit factors: the product is made in main_grad's dtype, and added.
+    """
     x = x.reshape(-1, x.shape[-1])
     gy = gy.reshape(-1, gy.shape[-1])
     target = matrix_of(main_grad)
-    if main_grad.dtype == x.dtype:
+    if fp8 is not None and fp8.wgrad:
+        target.add_(fp8.weight_gradient(x, gy, target.dtype))
+    elif main_grad.dtype == x.dtype:
         target.addmm_(gy.t(), x)
     elif main_grad.dtype == torch.float32 and _multiplies_into_float32(x.device.type):
         torch.addmm(target, gy.t(), x, out_dtype=torch.float32, out=target)
@@ -97,13 +109,16 @@ def add_product(main_grad: Tensor, x: Tensor, gy: Tensor) -> None:
 class LinearThunk:
     """dW of one use: keeps x and dy sharded over the ranks, and gathers them again when it runs."""
 
-    __slots__ = ("_comm", "_gy", "_x", "parameter")
+    __slots__ = ("_comm", "_fp8", "_gy", "_x", "parameter")
 
-    def __init__(self, parameter: Parameter, x: Tensor, gy: Tensor, comm: Comm) -> None:
+    def __init__(
+        self, parameter: Parameter, x: Tensor, gy: Tensor, comm: Comm, fp8: Fp8 | None = None
+    ) -> None:
         self.parameter = parameter
         self._x = x
         self._gy = gy
         self._comm = comm
+        self._fp8 = fp8
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """The input and the output gradient."""
@@ -124,6 +139,6 @@ class LinearThunk:
             # no main_grad: straight into .grad, where it can take the product as it is
             target = parameter.grad
             if target is None or target.dtype != x.dtype or target.layout is not torch.strided:
-                accumulate(parameter, product(parameter, x, gy))
+                accumulate(parameter, product(parameter, x, gy, self._fp8))
                 return
-        add_product(target, x, gy)
+        add_product(target, x, gy, self._fp8)

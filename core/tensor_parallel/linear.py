@@ -57,6 +57,7 @@ class ColumnParallelLinear(PlacedModule):
         # what is added to y (`core.models.lora`)
         self.adapter: LowRank | None = None
         self.stage = place.stage
+        self.fp8 = place.fp8
         self.comm = place.column_comm()
         self.gather = place.group if gather_output else None
         self.split_dim = split_dim
@@ -70,7 +71,7 @@ class ColumnParallelLinear(PlacedModule):
             raise _wrong_width(
                 x, weight, "ColumnParallelLinear", "all input features, the same on every rank"
             )
-        y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm)
+        y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm, fp8=self.fp8)
         if self.adapter is not None:
             y = y + self.adapter(x)
         if self.gather is None:
@@ -116,6 +117,7 @@ class RowParallelLinear(PlacedModule):
         # what is added to y (`core.models.lora`)
         self.adapter: LowRank | None = None
         self.stage = place.stage
+        self.fp8 = place.fp8
         self.comm = place.row_comm()
         self.place_in(place.own_modules)
 
@@ -130,7 +132,7 @@ class RowParallelLinear(PlacedModule):
                 "this rank's part of the input features: the output of a "
                 "ColumnParallelLinear without gather_output, or scatter_to_tensor_region(x, group)",
             )
-        y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm)
+        y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm, fp8=self.fp8)
         if self.adapter is not None:
             y = y + self.adapter(x)
         return y
@@ -153,6 +155,7 @@ class ReplicatedLinear(SpreadModule):
         layout = Layout((output_size, input_size), partial=place.sequence_partial)
         self.weight = place.parameter(layout, init)
         self.stage = place.stage
+        self.fp8 = place.fp8
         self.group = place.group if place.splits_sequence else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -162,7 +165,7 @@ class ReplicatedLinear(SpreadModule):
         is_owned = has_main_grad(weight) or hasattr(weight, "take_main_grad")
         if self.group is not None and not is_owned:
             weight = sum_gradient(weight, self.group)  # type: ignore[assignment]
-        return deferred_linear(x, weight, stage=self.stage)
+        return deferred_linear(x, weight, stage=self.stage, fp8=self.fp8)
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[1]}, out={self.weight.shape[0]}, whole on every rank"

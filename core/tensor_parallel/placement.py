@@ -8,6 +8,7 @@ import torch
 from torch.nn import Parameter
 
 from core.autograd import Comm, StageContext
+from core.autograd.fp8 import Fp8
 from core.parallel_state import Init, Layout
 from core.parallel_state.collectives import (
     Group,
@@ -36,6 +37,7 @@ class Placement:
         gives the same model over any number of them.
     own_modules: watches the program's own modules in which the layers are; None where the model that holds them
         watches itself.
+    fp8: how the linears' products are made of 8-bit factors; None: of the weights' and activations' own dtype.
     """
 
     group: Group | None = None
@@ -45,6 +47,7 @@ class Placement:
     stage: StageContext = field(default_factory=StageContext)
     filled_by_model: bool = False
     own_modules: OwnModules | None = None
+    fp8: Fp8 | None = None
 
     @classmethod
     def of(cls, ps: ParallelState, dtype: torch.dtype | None = None) -> "Placement":

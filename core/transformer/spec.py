@@ -8,9 +8,11 @@ from typing import Protocol
 from torch import nn
 
 from core.autograd import StageContext
+from core.autograd.fp8 import E4M3, E5M2, Fp8
 from core.parallel_state import ParallelState
 from core.parallel_state.spread import building_device
 from core.tensor_parallel import Placement
+from core.transformer.precision import in_8_bits
 from core.transformer.transformer_config import TransformerConfig
 
 
@@ -39,6 +41,18 @@ class Build:
             device=building_device(self.parallel.device),
             stage=self.stage,
             filled_by_model=True,
+            fp8=self._fp8,
+        )
+
+    @property
+    def _fp8(self) -> Fp8 | None:
+        config = self.config
+        if not in_8_bits(config, self.layer):
+            return None
+        return Fp8(
+            gradient_dtype=E5M2 if config.fp8 == "hybrid" else E4M3,
+            rowwise=config.fp8_recipe == "rowwise",
+            wgrad=config.fp8_wgrad,
         )
 
 

@@ -10,6 +10,7 @@ from core.parallel_state.config import divisors, raise_all
 from core.transformer.activations import ACTIVATIONS, Activation
 from core.transformer.attention.latent_rules import LATENT_SIZES, latent_rules
 from core.transformer.moe.rules import moe_rules, no_capacity
+from core.transformer.precision import fp8_rules
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ROTARY_SCALINGS = ("linear", "llama3", "yarn")
@@ -188,6 +189,14 @@ class TransformerConfig:
     pipeline_dtype: torch.dtype | None = None  # params_dtype: what crosses a stage boundary
     # False: each device draws for itself (faster; values differ by device type)
     use_cpu_initialization: bool = True
+    # 8-bit products of the layers' linears; see core/autograd/fp8.py
+    fp8: str | None = None  # "e4m3", or "hybrid": e5m2 of output gradients
+    fp8_recipe: str = "tensorwise"  # one scale for a tensor, or "rowwise": for each row
+    fp8_wgrad: bool = True  # False: weight gradients are products of `params_dtype`
+    # layers at both ends that stay in `params_dtype`
+    first_last_layers_bf16: bool = False
+    num_layers_at_start_in_bf16: int = 1
+    num_layers_at_end_in_bf16: int = 1
 
     def __post_init__(self, moe_expert_capacity_factor: float | None) -> None:
         def default(name: str, value: int) -> None:
@@ -238,6 +247,7 @@ class TransformerConfig:
         yield from self._attention_rules()
         yield from latent_rules(self)
         yield from moe_rules(self)
+        yield from fp8_rules(self)
         yield (
             self.layernorm_epsilon > 0,
             f"layernorm_epsilon={self.layernorm_epsilon} must be positive",

@@ -131,6 +131,12 @@ def test_gradients_on_every_layout(ranks, facts, world):
             assert breaks and all(at_collectives), breaks
 
 
+def test_products_of_8_bits_are_between_graphs():
+    made, breaks, _ = compared("aot_eager", lengths=(8, 8, 8), fp8="hybrid")
+    assert made[1] == made[2] and breaks
+    assert all("<function _outside_compiled_graph at" in reason for reason in breaks), breaks
+
+
 @pytest.mark.full
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler found")
 @pytest.mark.parametrize("facts, world", [({}, 1), ({"zero": 3, "recompute": "layer"}, 2), ({"tp": 2}, 2)], ids=str)

@@ -177,6 +177,21 @@ def test_a_configuration_has_facts_only(state):
         get_gpt_layer_local_spec(mtp=True)
 
 
+def test_8_bits_by_their_names(state):
+    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    config = TransformerConfig(**sizes, bf16=True, fp8="hybrid", fp8_recipe="tensorwise", fp8_wgrad=False)
+    assert (config.fp8, config.fp8_recipe, config.fp8_wgrad) == ("hybrid", "tensorwise", False)
+    without = TransformerConfig(**sizes, fp8=None, fp8_recipe="delayed", fp8_margin=0, fp8_amax_history_len=1024)
+    assert without.fp8 is None, "what Megatron's arguments say beside it has no effect"
+    for wrong, words in (
+        ({}, "fp8='hybrid' without fp8_recipe is Megatron's delayed.*give fp8_recipe='tensorwise'"),
+        ({"fp8_recipe": "delayed"}, r"fp8_recipe='delayed' is none of tensorwise, rowwise"),
+        ({"fp8_recipe": "tensorwise", "fp8_dot_product_attention": True}, "not here: fp8_dot_product_attention"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TransformerConfig(**sizes, fp8="hybrid", **wrong)
+
+
 def test_latent_attention_by_their_names(state):
     """Megatron's defaults (yarn by 40 from 4096 positions), neighbours that rotate, and what is refused."""
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "qk_head_dim": 6, "v_head_dim": 8}

@@ -146,7 +146,7 @@ def test_names_from_elsewhere_lead_to_fields_that_exist():
             "the batch sizes decide it; give global_batch_size and micro_batch_size",
         ),
         ("training.num_train_epochs", "a run is measured in updates; give training.train_steps"),
-        ("model.fp8", "8-bit products are not here; give model.bf16"),
+        ("model.fp8_format", "give model.fp8, e4m3 or hybrid"),
         (
             "profiling.enable_profiling",
             "the parts are checkpoint, data, data_parallel, dpo, lora, model, optimizer, parallel, pipeline, "

@@ -9,6 +9,7 @@ import torch
 from core.models.gpt.gpt_layer_specs import SPECS
 from core.models.gpt.gpt_model import GPTModel
 from core.transformer.activations import ACTIVATIONS
+from core.transformer.precision import FP8_FIELDS
 from core.transformer.spec import TransformerLayerSpec
 from core.transformer.transformer_config import RotaryConfig, RotaryScaling, TransformerConfig
 
@@ -47,6 +48,7 @@ _OF_THE_RUN = {
     "moe_router_bias_update_rate",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
+    *FP8_FIELDS,
 }
 
 

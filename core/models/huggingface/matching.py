@@ -5,6 +5,7 @@ from typing import Any
 from core.models.huggingface.facts import Facts
 from core.models.huggingface.families import FAMILIES
 from core.models.huggingface.family.family import Family, Fields, HuggingFaceModel
+from core.transformer.precision import FP8_FIELDS
 
 # how a model is stored, initialised and trained, no facts of it
 _SETTINGS = (
@@ -15,6 +16,7 @@ _SETTINGS = (
     "moe_router_bias_update_rate",
     "moe_aux_loss_coeff",
     "moe_z_loss_coeff",
+    *FP8_FIELDS,
 )
 _OF_EXPERTS = (
     "moe_layer_freq",

@@ -1,7 +1,7 @@
 """The settings of a model: a preset, a Hugging Face folder or a style, and every fact of it, in plain values."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,6 +10,7 @@ import torch
 from core.parallel_state.config import raise_all
 from core.training.model import facts as model_facts
 from core.training.model.facts import POSITIONS
+from core.transformer.precision import FP8_FIELDS
 from core.transformer.transformer_config import TransformerConfig
 
 if TYPE_CHECKING:
@@ -219,6 +220,25 @@ class ModelConfig:
     fp16: bool = False
     """Weights and activations in float16, with a loss scale that follows overflows."""
 
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    """The products of the layers' linears, and of their gradients, in 8 bits: e4m3, or hybrid, with e5m2 for output
+    gradients. Weights, checkpoints and all else stay as without it; default: none in 8 bits."""
+
+    fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """One scale for each factor of a product, or one for each of its rows; from the largest value there now."""
+
+    fp8_wgrad: bool = True
+    """Weight gradients are 8-bit products, too; false: of the model's dtype."""
+
+    first_last_layers_bf16: bool = False
+    """The first and last layers, as many as the two fields below say, stay in the model's dtype."""
+
+    num_layers_at_start_in_bf16: int = 1
+    """How many at the start."""
+
+    num_layers_at_end_in_bf16: int = 1
+    """How many at the end."""
+
     seed: int = 1234
     """Seed of the initial weights; they do not depend on the layout of ranks."""
 
@@ -241,6 +261,11 @@ class ModelConfig:
             return torch.float16
         return torch.float32
 
+    @property
+    def _fp8(self) -> dict[str, Any]:
+        """The fields about 8 bits, which go beside a folder, too: they are no facts of a model."""
+        return {name: getattr(self, name) for name in FP8_FIELDS}
+
     @cached_property
     def _folder(self) -> "HuggingFaceModel | None":
         """What `huggingface` says. Raises ValueError: a folder without a model that is known here."""
@@ -256,9 +281,9 @@ class ModelConfig:
     def transformer(self) -> TransformerConfig:
         """The model's TransformerConfig. Raises ValueError with every mistake."""
         if self._folder is not None:
-            return self._folder.config
+            return replace(self._folder.config, **self._fp8)
         return TransformerConfig(
-            **model_facts.transformer_arguments(vars(self)), params_dtype=self.dtype
+            **model_facts.transformer_arguments(vars(self)), params_dtype=self.dtype, **self._fp8
         )
 
     @property

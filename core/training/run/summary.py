@@ -19,8 +19,10 @@ from core.training.log.metrics import MetricsLog, device_name
 from core.training.log.page import Sample, write_page
 from core.training.log.picture import headline, write_report
 from core.training.log.sinks import open_sinks
+from core.training.model.config import ModelConfig
 from core.training.run.build import count_parameters, count_trained
 from core.training.run.data import Corpus
+from core.transformer.precision import in_8_bits
 
 _WIDEST = 118  # columns of a drawing
 
@@ -88,6 +90,15 @@ def layout_in_words(ps: ParallelState, run: RunConfig) -> str:
     return f"{processes} on {device}" + (f": {', '.join(parts)}" if parts else "")
 
 
+def _in_8_bits(model: ModelConfig) -> str:
+    config = model.transformer()
+    count = sum(in_8_bits(config, layer) for layer in range(config.num_layers))
+    return (
+        f"8 bits: products of the linears of {count} of {config.num_layers} layers ({config.fp8}, "
+        f"{config.fp8_recipe}); mfu is a share of the peak of {str(model.dtype).removeprefix('torch.')}"
+    )
+
+
 def describe(
     stages: Mapping[int, nn.Module],
     ps: ParallelState,
@@ -99,6 +110,8 @@ def describe(
     say(layout_in_words(ps, run))
     if run.model.dtype == torch.bfloat16 and ps.rank == 0 and (note := note_on_bf16(ps.device)):
         say(f"note: {note}; model.bf16=false trains faster")
+    if run.model.fp8 is not None and run.model.build is None:
+        say(_in_8_bits(run.model))
     total, local = count_parameters(stages, ps)
     say(f"parameters: {total:,} in all, {local:,} on rank 0 (with padding)")
     if run.lora.rank is not None:

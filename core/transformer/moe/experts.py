@@ -43,6 +43,7 @@ class Experts(torch.nn.Module):
         self.gated = config.gated_linear_unit
         self.activation = config.activation
         self.stage = build.stage
+        self.fp8 = build.place.fp8
         fc1_shape = (experts, 2, ffn, hidden) if self.gated else (experts, ffn, hidden)
         self.linear_fc1 = Weight(build, Layout(fc1_shape, {"ep": 0}), config.init_method_std)
         self.linear_fc2 = Weight(
@@ -63,10 +64,10 @@ class Experts(torch.nn.Module):
         """rows [n, h] sorted by expert, weights [n, 1] -> [n, h], each expert's output times its weight."""
         fc1 = self._summed(self.linear_fc1.weight)
         fc2 = self._summed(self.linear_fc2.weight)
-        y = grouped_linear(rows, fc1, counts, stage=self.stage)
+        y = grouped_linear(rows, fc1, counts, stage=self.stage, fp8=self.fp8)
         # The weight multiplies before fc2, which is linear: its gradient needs no outputs of the experts.
         y = _WeightedActivation.apply(y, weights, self.activation, self.gated)
-        return grouped_linear(y, fc2, counts, stage=self.stage)
+        return grouped_linear(y, fc2, counts, stage=self.stage, fp8=self.fp8)
 
     def _summed(self, weight: Parameter) -> Tensor:
         """The weight; in a plain loop one whose gradient is summed over the ranks that DDP does not know."""

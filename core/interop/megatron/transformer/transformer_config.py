@@ -74,10 +74,12 @@ class TransformerConfig(ModelConfig):
     """Ours, taking Megatron's other fields: sizes are compared with the current state, bf16 and fp16 become
     `params_dtype`, fields without effect on numbers are dropped.
 
-    Raises ValueError: a size that is not the current one; a field that is not here, unless it is None, False or 0.
+    Raises ValueError: a size that is not the current one; a field that is not here, unless it is None, False or 0;
+    fp8 with Megatron's default recipe, "delayed".
     """
 
     def __init__(self, **arguments: Any) -> None:
+        arguments = _checked_fp8(arguments)
         model_fields = {
             name: arguments.pop(name) for name in list(arguments) if name in _MODEL_FIELDS
         }
@@ -108,6 +110,19 @@ class TransformerConfig(ModelConfig):
         super().__init__(**model_fields)
         for name, value in runtime_fields.items():
             setattr(self, name, value)
+
+
+def _checked_fp8(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Without fp8 its other fields say nothing; with it Megatron's recipe is "delayed" where none is given."""
+    kind = arguments.get("fp8")
+    if not kind:
+        return {name: value for name, value in arguments.items() if not name.startswith("fp8")}
+    if "fp8_recipe" not in arguments:
+        raise ValueError(
+            f"TransformerConfig: fp8={kind!r} without fp8_recipe is Megatron's delayed, which scales by largest "
+            "values of steps before and is not here; give fp8_recipe='tensorwise'"
+        )
+    return arguments
 
 
 # Megatron's, where they are not our own
