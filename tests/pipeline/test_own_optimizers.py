@@ -95,6 +95,22 @@ class Adafactor(Own):
             p.add_(u, alpha=-lr)
 
 
+def momentum_update(p, gradient, momentum, lr):
+    momentum.mul_(0.9).add_(gradient)
+    p.sub_(lr * momentum / (gradient.norm() + 1e-3))
+
+
+class Compiled(Own):
+    """As torchao's: what it has compiled takes tensors of torch's own classes only."""
+
+    def update(self, params, lr):
+        update = torch.compile(momentum_update, backend="eager", fullgraph=True)
+        for p in params:
+            if not self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+            update(p, p.grad, self.state[p]["momentum"], lr)
+
+
 def said_of(make):
     """What is told in five steps; afterwards nobody listens to parameters or states."""
     ps = state(pp=2)
@@ -121,7 +137,7 @@ def test_norms_of_several_are_told_once(ranks, make):
         assert len(told) == 1 and OF_STAGES in told[0], told
 
 
-@pytest.mark.parametrize("make", [Lars, LarsOfLists, Adafactor])
+@pytest.mark.parametrize("make", [Lars, LarsOfLists, Adafactor, Compiled])
 def test_norms_of_one_parameter_after_the_other_are_right(ranks, make):
     assert ranks(said_of, make) == [[], []]
 

@@ -8,6 +8,7 @@ While the model runs and while an optimizer steps they are plain ones: nothing i
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -61,6 +62,8 @@ class ByHand:
         self._stepping: int | None = None
         self._in_optimizer = False
         self._optimizer_steps = 0
+        # what it has compiled would not trace tensors of classes of ours: eager meanwhile
+        self._eager = ExitStack()
         self._parameters: list[Parameter] = []
         # where gradients lie in buckets: what hears of operators on them
         self._slots: list[Any] = []
@@ -104,6 +107,8 @@ class ByHand:
     def close(self) -> None:
         """Make all of them plain again."""
         self._plain()
+        # where a step of it ended by an exception
+        self._eager.close()
         for hooks, key, hook in self._wrapped:
             if key in hooks:
                 hooks[key] = hook
@@ -134,7 +139,9 @@ class ByHand:
         self._optimizer_steps += is_own
         # its steps 1, 2, 4, 8 ...: an update costs many calls
         self._in_optimizer = is_own and not self._optimizer_steps & (self._optimizer_steps - 1)
-        if not self._in_optimizer:
+        if self._in_optimizer:
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        else:
             self._plain()
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -144,6 +151,7 @@ class ByHand:
         if self._in_optimizer:
             self._plain_results()
             self._in_optimizer = False
+            self._eager.close()
         self._listening()
 
     def _listening(self) -> None:
