@@ -1,13 +1,18 @@
-"""Tells of optimizers that look at a matrix as a whole, where ranks hold parts of it."""
+"""Tells of optimizers that look at a matrix as a whole, where ranks hold parts of it or it has more than two dims."""
 
 import warnings
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
+from core.parallel_state.by_hand import ByHand, Heard, is_foreign, make_plain
 from core.parallel_state.layout import layout_of
 
 # each element is updated by its own gradient and states: right on every layout
@@ -25,50 +30,93 @@ _ELEMENTWISE = (
     "Rprop",
     "Lion",
 )
+# in the names of classes: what they call may be kernels, which nobody hears
+_OF_MATRICES = ("adafactor", "muon", "lamb", "lars", "shampoo", "soap", "kfac", "galore", "came")
+
+
+class _OptimizerWatch:
+    """Warns, once, of an optimizer that uses full matrices of a model, which are split or fused here.
+
+    One of torch's own, or with a name that says so, by its class; the program's own by what it does in steps 1, 2,
+    4 ...: norms, products, draws and rows by number of a split weight; products, and norms of some dims, of a fused
+    one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._warned = False
+        self._steps = 0
+        self._by_hand = ByHand(self._hear, gradients=True, buffers=False)
+        self._optimizer: torch.optim.Optimizer | None = None  # the one that is listened to
+        # what it has compiled would not trace tensors of other classes
+        self._eager = ExitStack()
+
+    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Tell of its class, or begin to listen. A closure would run forwards: then nobody listens."""
+        name = type(optimizer).__name__
+        model = self._model()
+        if model is None or self._warned or name in _ELEMENTWISE or self._optimizer is not None:
+            return
+        optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = [p for p in model.parameters() if id(p) in optimized_ids]
+        affected = [p for p in parameters if _is_split(p)] or [p for p in parameters if p.dim() > 2]
+        if not affected or type(optimizer).__module__.startswith("core."):
+            return
+        is_known = any(word in name.lower() for word in _OF_MATRICES)
+        if is_known or not is_foreign(type(optimizer)):
+            self._warn(name, affected[0])
+            return
+        self._steps += 1
+        has_closure = len(args) > 1 or kwargs.get("closure") is not None
+        if not self._steps & (self._steps - 1) and not has_closure:
+            self._optimizer = optimizer
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+            # whoever listens between forwards gets them back after the step
+            make_plain(affected)
+            self._by_hand.open(affected)
+
+    def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Its step has ended: nobody listens any more."""
+        if optimizer is self._optimizer:
+            self._optimizer = None
+            self._by_hand.close()
+            self._eager.close()
+
+    def _hear(self, heard: Heard) -> None:
+        if self._optimizer is None or heard.kind == "shape":
+            return
+        is_of_dims = heard.kind == "product" or (heard.kind == "reduction" and not heard.is_number)
+        if heard.sees_only_shard or (heard.parameter.dim() > 2 and is_of_dims):
+            self._warn(type(self._optimizer).__name__, heard.parameter, by=heard.name)
+
+    def _warn(self, optimizer: str, parameter: nn.Parameter, by: str = "") -> None:
+        model = self._model()
+        if self._warned or model is None:
+            return
+        self._warned = True
+        name = next(name for name, p in model.named_parameters() if p is parameter)
+        looks = f"takes {by} of" if by else "may look at"
+        warnings.warn(
+            f"{optimizer} {looks} a matrix as a whole (as Adafactor, Muon, LAMB do): of {name} it sees this rank's "
+            "part, or [groups, heads, d, h] for [out, in], and does something else. Elementwise optimizers (AdamW, "
+            "SGD, Lion) are right; core.optimizer.ShardedMuon and ShardedLamb know the matrices",
+            stacklevel=4,
+        )
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    layout = layout_of(parameter)
+    return "tp" in layout.split and layout.padded_shape() != parameter.shape
 
 
 def watch_optimizers(model: nn.Module) -> None:
     """Warn, once, of an optimizer that uses full matrices of `model`, which are split or fused here.
 
-    Through torch's hook on every optimizer's step; it goes with the model.
+    Through torch's hooks on every optimizer's step; they go with the model.
     """
-    model_reference = weakref.ref(model)
-    warned = False
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        nonlocal warned
-        optimizer_class = type(optimizer)
-        model_alive = model_reference()
-        is_elementwise = (
-            optimizer_class.__name__ in _ELEMENTWISE
-            or optimizer_class.__module__.startswith("core.")
-        )
-        if is_elementwise or model_alive is None or warned:
-            return
-        optimized_ids = set()
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                optimized_ids.add(id(p))
-        split_names = []
-        fused_names = []
-        for name, parameter in model_alive.named_parameters():
-            if id(parameter) not in optimized_ids:
-                continue
-            layout = layout_of(parameter)
-            if "tp" in layout.split and layout.padded_shape() != parameter.shape:
-                split_names.append(name)
-            elif parameter.dim() > 2:
-                fused_names.append(name)
-        if affected := split_names or fused_names:
-            # the hook stays: torch walks through them now
-            warned = True
-            warnings.warn(
-                f"{optimizer_class.__name__} may look at a matrix as a whole (as Adafactor, Muon, LAMB do): of "
-                f"{affected[0]} it sees this rank's part, or [groups, heads, d, h] for [out, in], and does something "
-                "else. Elementwise optimizers (AdamW, SGD, Lion) are right; core.optimizer.ShardedMuon and "
-                "ShardedLamb know the matrices",
-                stacklevel=2,
-            )
-
-    handle = register_optimizer_step_pre_hook(before_step)
-    weakref.finalize(model, handle.remove)
+    watch = _OptimizerWatch(model)
+    for register, method in (
+        (register_optimizer_step_pre_hook, watch.before_step),
+        (register_optimizer_step_post_hook, watch.after_step),
+    ):
+        weakref.finalize(model, register(method).remove)

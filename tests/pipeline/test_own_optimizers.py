@@ -103,8 +103,14 @@ def momentum_update(p, gradient, momentum, lr):
 class Compiled(Own):
     """As torchao's: what it has compiled takes tensors of torch's own classes only."""
 
+    update_one = staticmethod(momentum_update)
+
+    def __init__(self, params):
+        super().__init__(params)
+        torch.compiler.reset()
+
     def update(self, params, lr):
-        update = torch.compile(momentum_update, backend="eager", fullgraph=True)
+        update = torch.compile(self.update_one, backend="eager", fullgraph=True, dynamic=True)
         for p in params:
             if not self.state[p]:
                 self.state[p]["momentum"] = torch.zeros_like(p)

@@ -38,6 +38,7 @@ class Heard:
     joined: bool = False  # several of them, by cat, stack or a function of a list
     reduced: str = ""  # the function that made one number of it
     is_penalty: bool = False  # numbers of several weights, summed with a gradient
+    is_number: bool = True  # of a reduction: one number, not one for each row
     group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world
 
     @property

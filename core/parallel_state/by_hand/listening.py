@@ -48,15 +48,22 @@ class ByHand:
     Elementwise functions, views and attributes are not reported, but for changes of gradients. While an optimizer of
     torch's or ours steps, parameters are plain.
     numbers: norms and counts of weights are followed until those of several are put together; while an optimizer of
-    the program's own steps, those of gradients too, and nothing else is reported.
+    the program's own steps, those of gradients too, and nothing else is reported. buffers: what is made like a
+    parameter (`zeros_like`) is followed for good.
     """
 
     def __init__(
-        self, report: Callable[[Heard], None], *, gradients: bool = False, numbers: bool = False
+        self,
+        report: Callable[[Heard], None],
+        *,
+        gradients: bool = False,
+        numbers: bool = False,
+        buffers: bool = True,
     ) -> None:
         self._report = report
         self._gradients = gradients
         self._numbers = numbers
+        self._buffers = buffers
         self.is_open = False
         # the optimizer whose step is under way, the outermost one; whether it is the program's own, and listened to
         self._stepping: int | None = None
@@ -235,7 +242,11 @@ class ByHand:
                 self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
             on_list = name.startswith("foreach") and not self._in_optimizer
             if kind is not None:
-                self._hear(replace(source, kind=kind, name=name, joined=source.joined or on_list))
+                is_number = not isinstance(result, Tensor) or result.numel() == 1
+                joined = source.joined or on_list
+                self._hear(
+                    replace(source, kind=kind, name=name, joined=joined, is_number=is_number)
+                )
             elif (change := change_of_gradient(func, sources, values)) is not None:
                 self._hear(replace(source, of_gradient=True, kind=change, name=name))
             if self._numbers and (self._in_optimizer or not source.of_gradient):
@@ -251,7 +262,7 @@ class ByHand:
                 and type(result) is Tensor
                 and (joins or result.numel() == tensor.numel())
             ):
-                is_new_buffer = name in NEW_BUFFERS and not self._in_optimizer
+                is_new_buffer = self._buffers and name in NEW_BUFFERS and not self._in_optimizer
                 self._follow(result, source, for_good=is_new_buffer)
         return result
 

@@ -1,0 +1,113 @@
+"""Optimizers of one's own on split and fused matrices: told by what they compute, elementwise ones hear nothing."""
+
+import warnings
+
+import pytest
+import torch
+
+from core.models.gpt import GPTModel, llama_spec
+from core.transformer import TransformerConfig
+from tests.pipeline.test_own_optimizers import Adafactor, Compiled, Lars, Own
+from tests.states import state
+
+SHAPE = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "add_bias_linear": False}
+NEVER = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+class Adan(Own):
+    """Elementwise, with buffers of the parameters' shapes, and a count."""
+
+    def update(self, params, lr):
+        for p in params:
+            one = self.state[p]
+            if not one:
+                one.update(step=0, before=torch.zeros(p.shape, dtype=p.dtype), mean=torch.zeros_like(p))
+            one["step"] += 1
+            difference = p.grad - one["before"]
+            one["mean"].lerp_(p.grad + 0.9 * difference, 0.1)
+            one["before"].copy_(p.grad)
+            p.mul_(1 - lr).sub_(lr * one["mean"].sign() / one["step"])
+
+
+class Signs(Own):
+    def update(self, params, lr):
+        torch._foreach_add_(params, torch._foreach_sign([p.grad for p in params]), alpha=-lr)
+
+
+def momentum_update(p, gradient, momentum, lr):
+    momentum.mul_(0.9).add_(gradient)
+    p.sub_(lr * momentum.sign())
+
+
+class CompiledMomentum(Compiled):
+    update_one = staticmethod(momentum_update)
+
+
+class Orthogonal(Own):
+    """A step of Newton and Schulz."""
+
+    def update(self, params, lr):
+        for p in params:
+            update = p.grad
+            if p.dim() == 2:
+                update = 1.5 * update - 0.5 * update @ update.T @ update
+            p.sub_(lr * update)
+
+
+class TrustRatio(Own):
+    """Norms of one parameter after the other, by a name that says nothing."""
+
+    def update(self, params, lr):
+        for p, of_p, of_gradient in zip(
+            params, torch._foreach_norm(params), torch._foreach_norm([p.grad for p in params]), strict=True
+        ):
+            p.sub_(lr * p.grad * of_p / of_gradient)
+
+
+class RowScaled(Own):
+    """One rate for each row of what it takes for a matrix."""
+
+    def update(self, params, lr):
+        for p in params:
+            scale = p.grad.square().mean(dim=-1, keepdim=True) if p.dim() > 1 else 1.0
+            p.sub_(lr * p.grad / (scale + 1e-6))
+
+
+def said_of(make):
+    """What is told in three steps; afterwards nobody listens."""
+    ps = state(tp=state().size("dp-cp"))
+    config = TransformerConfig(**SHAPE, **NEVER, num_query_groups=2, gated_linear_unit=True, activation_func="silu")
+    torch.manual_seed(0)
+    model = GPTModel(config, llama_spec(), 32, 8, parallel=ps)
+    optimizer = make(model.parameters())
+    tokens, labels = torch.arange(16).view(2, 8), torch.arange(1, 17).view(2, 8)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in range(3):
+            model(tokens, labels=labels).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        model(tokens)
+    assert all(type(p) is torch.nn.Parameter for p in model.parameters())
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("make", [Adan, Signs, CompiledMomentum])
+def test_elementwise_ones_hear_nothing(ranks, make, world):
+    assert not any(ranks(said_of, make, world=world))
+
+
+@pytest.mark.parametrize(
+    "make, name", [(TrustRatio, "foreach_norm"), (Orthogonal, "matmul"), (RowScaled, "mean"), (Compiled, "")]
+)
+def test_what_takes_norms_or_products_of_a_part_is_told_once(ranks, make, name):
+    for told in ranks(said_of, make, world=2):
+        assert len(told) == 1, told
+        assert all("a matrix as a whole" in message and name in message for message in told)
+
+
+@pytest.mark.parametrize("make, is_told", [(Lars, True), (Adafactor, True), (RowScaled, True), (Orthogonal, False)])
+def test_fused_matrices_of_one_process(ranks, make, is_told):
+    (told,) = ranks(said_of, make, world=1)
+    assert len(told) == is_told and all("[groups, heads, d, h]" in message for message in told), told
