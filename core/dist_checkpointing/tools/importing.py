@@ -25,7 +25,6 @@ from core.dist_checkpointing.state.leaves import encode, tagged
 from core.dist_checkpointing.state.nested import map_leaves
 from core.dist_checkpointing.state.tensors import unstorable
 from core.dist_checkpointing.storage.address import parse_address
-from core.dist_checkpointing.tools.foreign.contents import Contents
 from core.dist_checkpointing.tools.foreign.dcp import (
     COMMON,
     ByteRange,
@@ -36,6 +35,7 @@ from core.dist_checkpointing.tools.foreign.dcp import (
 from core.dist_checkpointing.tools.foreign.dcp_shards import ShardCache, load_saved
 from core.dist_checkpointing.tools.foreign.deepspeed import read_deepspeed
 from core.dist_checkpointing.tools.foreign.deepspeed_files import is_deepspeed
+from core.dist_checkpointing.tools.foreign.foreign_checkpoint import ForeignCheckpoint
 from core.dist_checkpointing.tools.foreign.megatron import read_megatron
 from core.dist_checkpointing.tools.foreign.megatron_files import is_megatron
 from core.dist_checkpointing.writing.job import Cells
@@ -126,7 +126,7 @@ def plan(source: str | os.PathLike[str]) -> Import:
     return imported
 
 
-def _of_files(folder: str, program: str, read: Callable[[str], Contents]) -> Import:
+def _of_files(folder: str, program: str, read: Callable[[str], ForeignCheckpoint]) -> Import:
     """Of a program that writes a file per rank."""
     try:
         contents = read(folder)

@@ -6,7 +6,6 @@ Read by the files' own words; nothing of DeepSpeed's is imported, and no class o
 from collections.abc import Mapping
 from typing import Any
 
-from core.dist_checkpointing.tools.foreign.contents import Contents
 from core.dist_checkpointing.tools.foreign.dcp_shards import ShardCache
 from core.dist_checkpointing.tools.foreign.deepspeed_files import DeepSpeedFiles, read_files
 from core.dist_checkpointing.tools.foreign.deepspeed_pieces import (
@@ -23,6 +22,7 @@ from core.dist_checkpointing.tools.foreign.deepspeed_pieces import (
 )
 from core.dist_checkpointing.tools.foreign.deepspeed_universal import read_universal
 from core.dist_checkpointing.tools.foreign.deepspeed_unsharded import unsharded
+from core.dist_checkpointing.tools.foreign.foreign_checkpoint import ForeignCheckpoint
 from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor
 
 _READ = {  # of a file of model states: what becomes arrays, or says where they are
@@ -36,14 +36,14 @@ _READ = {  # of a file of model states: what becomes arrays, or says where they 
 }
 
 
-def read_deepspeed(folder: str) -> Contents:
+def read_deepspeed(folder: str) -> ForeignCheckpoint:
     """`model/NAME`, `optimizer/main/NAME` (where weights have 16 bits), `optimizer/exp_avg/NAME`, ..., and values.
 
     Raises ValueError: a layout that is not read, files that do not fit together, damage.
     """
     files = read_files(folder)
     model = files.models[0]
-    contents = Contents(str(model.get("ds_version", "unknown")))
+    contents = ForeignCheckpoint(str(model.get("ds_version", "unknown")))
     held: Any = model.get("module") or {}
     module = {n: t for n, t in held.items() if isinstance(t, ArchivedTensor)}
     if files.universal:
@@ -71,7 +71,7 @@ def read_deepspeed(folder: str) -> Contents:
 
 
 def _add_states(
-    contents: Contents,
+    contents: ForeignCheckpoint,
     states: States,
     shapes: Mapping[str, Shape],
     module: Mapping[str, ArchivedTensor],
@@ -91,7 +91,7 @@ def _add_states(
 
 
 def _add_rest_of_model(
-    contents: Contents,
+    contents: ForeignCheckpoint,
     files: DeepSpeedFiles,
     module: Mapping[str, ArchivedTensor],
     trained: set[str],
@@ -132,7 +132,7 @@ def _parts(files: DeepSpeedFiles, name: str) -> list[FlatPiece]:
 
 
 def _add_ties(
-    contents: Contents, files: DeepSpeedFiles, module: Mapping[str, ArchivedTensor]
+    contents: ForeignCheckpoint, files: DeepSpeedFiles, module: Mapping[str, ArchivedTensor]
 ) -> None:
     """A parameter under two names is stored under the first, and read under both."""
     tied: dict[str, str] = dict(files.models[0].get("shared_params") or {})
@@ -155,7 +155,7 @@ def _add_ties(
         }
 
 
-def _add_values(contents: Contents, files: DeepSpeedFiles, states: States) -> None:
+def _add_values(contents: ForeignCheckpoint, files: DeepSpeedFiles, states: States) -> None:
     """Counts as an optimizer of ours has them, and what else DeepSpeed says, under `deepspeed/`."""
     model = files.models[0]
     skipped = model.get("skipped_steps", 0)

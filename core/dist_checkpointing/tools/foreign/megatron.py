@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from core.dist_checkpointing.tools.foreign.contents import Contents
 from core.dist_checkpointing.tools.foreign.dcp import ByteRange, SavedTensor
+from core.dist_checkpointing.tools.foreign.foreign_checkpoint import ForeignCheckpoint
 from core.dist_checkpointing.tools.foreign.megatron_files import MegatronRank, read_ranks
 from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor
 from core.parallel_state.flat import Box
@@ -170,7 +170,7 @@ class _Whole:
         }
 
 
-def read_megatron(folder: str) -> Contents:
+def read_megatron(folder: str) -> ForeignCheckpoint:
     """`model/NAME` of a GPT's weights, and Megatron's arguments as values.
 
     Raises ValueError: ranks that are missing, a layout that is not read, damage.
@@ -189,7 +189,7 @@ def read_megatron(folder: str) -> Contents:
         for number, chunk in enumerate(rank.chunks):
             for name, tensor in _tensors(chunk):
                 whole.add(rank, name, tensor, first_layers[number, rank.pp])
-    contents = Contents(str(first.version), whole.tensors())
+    contents = ForeignCheckpoint(str(first.version), whole.tensors())
     contents.skipped = dict.fromkeys(whole.unplaced, "its place in a GPTModel is not known")
     contents.skipped["optimizer"] = (
         "Megatron's states of a file per rank are not read: save it as torch_dist with Megatron for those"

@@ -7,7 +7,7 @@ from core.dist_checkpointing.tools.foreign.dcp import SavedTensor
 
 
 @dataclass
-class Contents:
+class ForeignCheckpoint:
     """As `Import` has it. derived: key -> how a reader gets it from another."""
 
     version: str
