@@ -1,10 +1,13 @@
 """What is said about a mistake in the description of a run, word by word."""
 
+import re
+
 import pytest
 
 from core import __version__
 from core.training import load_run
 from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
+from core.training.config.messages.megatron import MEGATRON
 from core.training.config.run import between, known_fields
 from core.training.config.sources import checked, merge
 
@@ -128,6 +131,36 @@ def test_names_from_elsewhere_lead_to_fields_that_exist():
     assert not [name for name in (*ELSEWHERE.values(), *TORCHTITAN.values()) if name not in fields]
     assert not {*ELSEWHERE, *REMARKS} & {field.key for field in fields.values()}
     assert not set(TORCHTITAN) & set(fields)
+    assert not (MEGATRON.keys() & {*ELSEWHERE, *REMARKS}), "one answer to a name"
+    named = {name for answer in MEGATRON.values() for name in re.findall(r"\b(\w+\.\w+)\b", answer)}
+    parts = {name.partition(".")[0] for name in fields}
+    assert not [name for name in named if name.partition(".")[0] in parts and name not in fields]
+
+
+# as they are typed behind pretrain_gpt.py
+MEGATRON_FLAGS = {
+    "--load": "unknown load; give checkpoint.directory, as for save: a run goes on from its newest step there, and "
+    "begins where there is none; checkpoint.load goes on from one checkpoint of another run, checkpoint.weights "
+    "begins with one",
+    "--checkpoint.lod": "unknown checkpoint.lod; did you mean checkpoint.load?",
+    "--exit-interval": "give training.train_steps, and optimizer.lr_decay_steps where the schedule ends later",
+    "--vocab-file": "give data.tokenizer, a tokenizer.json of Hugging Face's, which holds vocabulary and merges",
+    "--mtp-num-layers": "not here; leave it out",
+    "--untie-embeddings-and-output-weights": "give model.tie_embeddings=false",
+    "--disable-bias-linear": "give model.add_bias_linear=false; model.style=llama, the default, has none",
+    "--model.disable-bias-linear": "give model.add_bias_linear=false; model.style=llama, the default, has none",
+    "--use-distributed-optimizer": "leave it out: data_parallel.zero_stage=1 is the default",
+    "--no-bias-gelu-fusion": "leave it out: torch's own operations are used",
+    "--optimizer": "give optimizer.optimizer: adamw (their adam), sgd, muon, lion or lamb",
+    "--rope-scaling-factor": "give model.rotary_scaling kind llama3 factor 8 ... (a table)",
+    "--exit-signal-handler": "leave it out: a run saves at SIGTERM and ends, where checkpoint.directory is given",
+}
+
+
+@pytest.mark.parametrize("flag", MEGATRON_FLAGS)
+def test_a_flag_of_megatron_s(flag):
+    answers = told([flag, "3"])
+    assert len(answers) == 1 and answers[0].endswith(MEGATRON_FLAGS[flag])
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 
 from core.training.config.fields import Field
 from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
+from core.training.config.messages.megatron import MEGATRON
 
 # of difflib: "hiden_size" is like hidden_size, "new_field" like nothing
 _ALIKE = 0.7
@@ -41,16 +42,28 @@ def unknown(name: str, fields_by_name: Mapping[str, Field]) -> str:
     sections = sorted({field.section for field in fields_by_name.values()} - {""})
     if name in sections:
         first = _first_of_section(name, fields_by_name)
-        return f"{name} is a part of a run, with fields of its own; give {name}.{first} or others"
+        remedy = MEGATRON.get(name, f"give {name}.{first} or others")
+        return f"{name} is a part of a run, with fields of its own; {remedy}"
+    if remark := _remark(name, fields_by_name):
+        return f"unknown {name}; {remark}"
     section, _, key = name.rpartition(".")
-    if key in REMARKS and TORCHTITAN.get(name) is None:
-        return f"unknown {name}; {REMARKS[key]}"
     nearest = _nearest(name, section, key, fields_by_name)
     if nearest:
         return f"unknown {name or repr(name)}; did you mean {' or '.join(nearest)}?"
     if section in sections:
         return f"unknown {name}; `python -m core.training.config --template` lists the fields of {section}"
     return f"unknown {name or repr(name)}; the parts are {', '.join(sections)}"
+
+
+def _remark(name: str, fields_by_name: Mapping[str, Field]) -> str:
+    """What to do in the place of giving `name`; empty: nothing but a field's name is known."""
+    _, dot, key = name.rpartition(".")
+    if name in TORCHTITAN:
+        return ""
+    # theirs may be the name of a field of ours that means something else: --load
+    if not dot or all(field.key != key for field in fields_by_name.values()):
+        return MEGATRON.get(key) or REMARKS.get(key, "")
+    return REMARKS.get(key, "")
 
 
 def _nearest(name: str, section: str, key: str, fields_by_name: Mapping[str, Field]) -> list[str]:
