@@ -169,8 +169,10 @@ def test_a_configuration_has_facts_only(state):
     config.finalize_model_grads_func = finalize_model_grads
     with pytest.raises(ValueError, match="tensor_model_parallel_size=2, the state has 1; leave them out"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2)
-    with pytest.raises(ValueError, match="1 fields are not here: moe_enable_deepep; leave out"):
+    with pytest.raises(ValueError, match="has no moe_enable_deepep here; leave it out"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, moe_enable_deepep=True)
+    with pytest.raises(ValueError, match=r"no num_moe_expert \(did you mean num_moe_experts\?\) here; leave it out"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_expert=4)
     with pytest.raises(ValueError, match=r"use_distributed_optimizer=True is another object here: DataParallel"):
         DistributedDataParallelConfig(use_distributed_optimizer=True)
     with pytest.raises(ValueError, match="parts that are not here: mtp"):
@@ -264,13 +266,48 @@ def test_small_things(state):
 
 def test_names_of_the_documentation_are_there():
     page = (Path(__file__).parents[2] / "docs" / "from_megatron.md").read_text()
-    table = page[page.index("The same, under") : page.index("Renamed:")]
+    table = page[page.index("The same, under") : page.index("Renamed (")]
     rows = re.findall(r"^\| `([\w.]+)[^|]*\| (.*) \|$", table, re.M)
     assert sum(len(names.split(",")) for _, names in rows) > 80
     for module, names in rows:
         home = import_module_by_name(f"core.interop.megatron.{module}")
         for name in names.split(", "):
             assert hasattr(home, name.strip("`")), (module, name)
+
+
+def test_names_that_are_elsewhere_say_where():
+    """Every name of the tables "Renamed" and "Not here" is an ImportError with a remedy, or a module's."""
+    page = (Path(__file__).parents[2] / "docs" / "from_megatron.md").read_text()
+    renamed = re.findall(r"^\| (`[^|]+`) \|", page[page.index("Renamed (") : page.index("Not here:")], re.M)
+    names = [name for row in renamed for name in re.findall(r"`([\w.]+)`", row)]
+    assert len(names) > 30
+    module = ""
+    for name in names:
+        if "." in name:
+            module, _, name = name.rpartition(".")
+        with pytest.raises(ImportError, match=r"megatron\.core\..* is not here: (use|leave it out).*docs/from_"):
+            getattr(import_module_by_name(f"core.interop.megatron.{module}"), name)
+    for name in re.findall(r"[\w]+(?:\.\w+)+", page[page.index("Not here:") :]):
+        if name.split(".")[0] in ("datasets", "models", "extensions", "packed_seq_params", "model_parallel_config"):
+            with pytest.raises(ImportError, match=r"is not here: (use|only) "):
+                import_module_by_name(f"core.interop.megatron.{name}")
+
+
+def test_a_name_that_nobody_has_is_missing_as_ever():
+    specs = import_module_by_name("core.interop.megatron.models.gpt.gpt_layer_specs")
+    assert not hasattr(specs, "get_gpt_layer_spec")
+    with pytest.raises(ImportError, match="use get_gpt_layer_local_spec\\(\\): there is one implementation"):
+        from core.interop.megatron.models.gpt.gpt_layer_specs import (  # noqa: F401
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+    # the same of our own modules, whose names Megatron's scripts are near
+    with pytest.raises(ImportError, match="use get_gpt_layer_local_spec"):
+        _ = import_module_by_name("core.models.gpt.gpt_layer_specs").get_gpt_layer_with_transformer_engine_spec
+    from core.dist_checkpointing.mapping import ShardedTensor
+    from core.interop.megatron.dist_checkpointing import mapping
+    from core.transformer.attention import SelfAttention
+
+    assert mapping.ShardedTensor is ShardedTensor and SelfAttention.__name__ == "SelfAttention"
 
 
 @pytest.mark.parametrize("name", ["is_expert", "disable_grad_reduce", "skip_weight_param_allocation"])

@@ -45,12 +45,6 @@ WRONG = [
         "unknown zzz; the parts are checkpoint, data, data_parallel, dpo, lora, model, optimizer, parallel, pipeline",
     ),
     ({"training": 3}, 1, "training is a part of a run, with fields of its own; give training.objective or others"),
-    (
-        {"optimizer": "adam"},
-        1,
-        "optimizer is a part of a run, with fields of its own; give optimizer.optimizer: adamw (their adam), sgd, "
-        "muon, lion or lamb",
-    ),
     ({"training": {"train_steps": "abc"}}, 1, "training.train_steps='abc' is text, an integer is needed"),
     ({"training": {"train_steps": 1.5}}, 1, "training.train_steps=1.5 is a decimal number, an integer is needed"),
     ({"training": {"train_steps": 1e3}}, 1, "train_steps=1000.0 is a decimal number, an integer is needed; use 1000"),

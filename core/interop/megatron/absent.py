@@ -1,14 +1,27 @@
-"""Modules of Megatron's that are not here: importing one says what there is instead."""
+"""Modules and names of Megatron's that are not here: importing one says what there is instead."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import NoReturn
 
 _HERE = "core.interop.megatron."
+_PAGE = "docs/from_megatron.md has all names"
 _EXPERTS = (
     "num_moe_experts of TransformerConfig and core.models.gpt.moe_spec (docs/concepts/experts.md)"
+)
+_LAYER = "core.transformer.layer.TransformerLayer and core.transformer.spec.TransformerLayerSpec"
+_NORM = "core.transformer.norm.build_norm"
+_BLOCK = "gpt2_spec() or llama_spec() of core.models.gpt: every layer is built from one spec"
+_ONE_KIND = "get_gpt_layer_local_spec(): there is one implementation, torch's"
+_NO_BUFFER = "leave it out: there is no global buffer"
+_RANKS = "leave it out: layouts say which ranks hold an embedding"
+_PROFILER = "torch.profiler"
+_SHARDED = (
+    "set_layout(parameter, Layout(shape, split)) of core.parallel_state; sharded_state_dict derives "
+    "the rest"
 )
 # the first that fits: a module of theirs, or one inside it -> what to do
 _INSTEAD = {
@@ -19,22 +32,83 @@ _INSTEAD = {
     "training": "python -m core.pretrain, whose answer to Megatron's arguments names ours",
     "inference": "core.training.generate",
     "export": "python -m core.models.huggingface export",
+    "transformer.attention": "core.transformer.attention.self_attention.SelfAttention; its parts are callables of "
+    "TransformerLayerSpec",
+    "transformer.dot_product_attention": "core.transformer.attention.self_attention.CoreAttention",
+    "transformer.mlp": "core.transformer.mlp.MLP, dataclasses.replace(spec, mlp=...)",
+    "transformer.transformer_layer": _LAYER,
+    "transformer.transformer_block": _BLOCK,
+    "transformer.torch_norm": _NORM,
+    "transformer.utils": _SHARDED,
     "transformer.moe": _EXPERTS,
     "models.gpt.moe_module_specs": _EXPERTS,
     "models.huggingface": "core.models.huggingface",
+    "model_parallel_config": "TransformerConfig for its fields, initialize_model_parallel for the sizes",
+    "tokenizers.utils": "core.datasets.load_tokenizer",
+    "hyper_comm_grid": "ParallelState.mesh and ParallelState.mesh_for(*axes) of core.parallel_state",
+    "resharding": "core.dist_checkpointing.load: a checkpoint opens under any layout",
+    "typed_torch": "leave it out: plain annotations",
     "extensions": "torch's own kernels; Transformer Engine's are not here",
+    "fusions.fused_layer_norm": _NORM,
+    "fusions.fused_bias_dropout": "core.transformer.dropout.residual_dropout",
     "fusions": "torch's own operations",
     "packed_seq_params": "core.datasets.Packing",
     "jit": "torch.compile",
 }
+_OTHER_MODELS = (
+    *("datasets.bert_dataset", "datasets.t5_dataset", "models.bert", "models.T5", "models.mamba"),
+    *("models.hybrid", "models.multimodal", "models.mimo", "models.vision", "ssm"),
+)
+_INSTEAD |= dict.fromkeys(_OTHER_MODELS, "only decoders of text are (GPTModel)")
+# names of modules that are here: module, name -> what to do
+_NAMES = {
+    ("models.gpt.gpt_layer_specs", "get_gpt_layer_with_transformer_engine_spec"): _ONE_KIND,
+    ("models.gpt.gpt_layer_specs", "get_gpt_decoder_block_spec"): _BLOCK,
+    ("transformer.module", "Float16Module"): "params_dtype of the configuration",
+    ("parallel_state", "get_position_embedding_group"): _RANKS,
+    ("parallel_state", "default_embedding_ranks"): _RANKS,
+    ("parallel_state", "default_position_embedding_ranks"): _RANKS,
+    ("parallel_state", "get_global_memory_buffer"): _NO_BUFFER,
+    ("parallel_state", "destroy_global_memory_buffer"): _NO_BUFFER,
+    ("parallel_state", "_set_global_memory_buffer"): _NO_BUFFER,
+    ("utils", "configure_nvtx_profiling"): _PROFILER,
+    ("utils", "nvtx_range_push"): _PROFILER,
+    ("utils", "nvtx_range_pop"): _PROFILER,
+    (
+        "process_groups_config",
+        "MultiModuleProcessGroupCollection",
+    ): "ProcessGroupCollection: a model is one module",
+}
 
 
-def _instead(module: str) -> str:
+def _not_here(name: str, instead: str | None) -> ImportError:
+    if instead is None:
+        remedy = ""
+    elif instead.startswith(("leave it out", "only ")):
+        remedy = f"{instead}; "
+    else:
+        remedy = f"use {instead}; "
+    return ImportError(f"megatron.core.{name} is not here: {remedy}{_PAGE}", name=_HERE + name)
+
+
+def _instead(module: str) -> str | None:
     """What to use in the place of a module, its name counted from `megatron.core`."""
     for megatron_module, ours in _INSTEAD.items():
         if module == megatron_module or module.startswith(f"{megatron_module}."):
-            return f"use {ours}; "
-    return ""
+            return ours
+    return None
+
+
+def absent_names(module: str) -> Callable[[str], NoReturn]:
+    """`__getattr__` of a module that is here: ImportError for the names of `_NAMES`, AttributeError for others."""
+    theirs = module.removeprefix(_HERE)
+
+    def missing(name: str) -> NoReturn:
+        if instead := _NAMES.get((theirs, name)):
+            raise _not_here(f"{theirs}.{name}", instead)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return missing
 
 
 class AbsentModules(MetaPathFinder):
@@ -47,10 +121,7 @@ class AbsentModules(MetaPathFinder):
         if not fullname.startswith(_HERE):
             return None
         module = fullname.removeprefix(_HERE)
-        raise ImportError(
-            f"megatron.core.{module} is not here: {_instead(module)}docs/from_megatron.md has all names",
-            name=fullname,
-        )
+        raise _not_here(module, _instead(module))
 
 
 def tell_of_absent_modules() -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from core.interop.megatron.absent import absent_names
 from core.parallel_state import current
 from core.parallel_state.collectives.groups import DEFAULT_TIMEOUT_S
 from core.parallel_state.current import current_state, model_parallel_is_initialized
@@ -122,3 +123,6 @@ def get_expert_data_parallel_rank() -> int:
 def get_expert_data_parallel_world_size() -> int:
     """Replicas of this rank's experts."""
     return current_state().size("edp")
+
+
+__getattr__ = absent_names(__name__)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from core.interop.megatron.absent import absent_names
 from core.parallel_state import current_state
 from core.parallel_state.collectives.groups import is_initialized
 
@@ -28,3 +29,6 @@ class ProcessGroupCollection:
             return cls()
         ps = current_state()
         return cls(**{field: ps.torch_group(name).process_group for field, name in names.items()})
+
+
+__getattr__ = absent_names(__name__)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from core.context_parallel import visible_mask
+from core.interop.megatron.absent import absent_names
 from core.parallel_state import context_batch, current_state
 from core.parallel_state.collectives.groups import world
 
@@ -84,3 +85,6 @@ def _document_begin(mask: Tensor) -> Tensor:
             "its rows and take no other mask: use context_parallel_size=1"
         )
     return begin
+
+
+__getattr__ = absent_names(__name__)

@@ -1,6 +1,7 @@
 """Named specs. A new model is a `dataclasses.replace` of one of these."""
 
 from dataclasses import replace
+from typing import NoReturn
 
 from torch import nn
 
@@ -80,3 +81,11 @@ def get_gpt_layer_local_spec() -> TransformerLayerSpec:
 
 # by the name that a checkpoint says
 SPECS = {"gpt2": gpt2_spec, "llama": llama_spec, "gemma3": gemma3_spec, "olmo2": olmo2_spec}
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name == "get_gpt_layer_with_transformer_engine_spec":
+        raise ImportError(
+            f"{name} is not here: use get_gpt_layer_local_spec(); there is one implementation, torch's"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

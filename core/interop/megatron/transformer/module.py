@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
+from core.interop.megatron.absent import absent_names
 from core.parallel_state import current_state
 
 
@@ -30,3 +31,6 @@ class MegatronModule(nn.Module):
                 f"{len(sharded_offsets)} sharded_offsets: layouts say where parameters lie; leave them out"
             )
         return sharded_state_dict(self, current_state(), prefix=prefix)
+
+
+__getattr__ = absent_names(__name__)

@@ -1,6 +1,7 @@
 """Megatron's `TransformerConfig` and `MLATransformerConfig`: the fields of a model; sizes must be the layout's."""
 
 from dataclasses import fields
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -103,10 +104,7 @@ class TransformerConfig(ModelConfig):
             if name not in _NO_EFFECT
         ]
         if unknown:
-            raise ValueError(
-                f"TransformerConfig: {len(unknown)} fields are not here: {', '.join(sorted(unknown))}; leave out "
-                "(docs/from_megatron.md)"
-            )
+            raise ValueError(_not_here(sorted(unknown)))
         super().__init__(**model_fields)
         for name, value in runtime_fields.items():
             setattr(self, name, value)
@@ -123,6 +121,17 @@ def _checked_fp8(arguments: dict[str, Any]) -> dict[str, Any]:
             "values of steps before and is not here; give fp8_recipe='tensorwise'"
         )
     return arguments
+
+
+def _not_here(unknown: list[str]) -> str:
+    """Names, each with the field that it is nearly spelt like, and what to do."""
+    known = sorted(_MODEL_FIELDS | _RUNTIME_DEFAULTS.keys() | _SIZES.keys() | _NO_EFFECT)
+    shown = []
+    for name in unknown:
+        near = [] if "=" in name else get_close_matches(name, known, n=1, cutoff=0.8)
+        shown.append(f"{name} (did you mean {near[0]}?)" if near else name)
+    remedy = f"leave {'it' if len(unknown) == 1 else 'them'} out (docs/from_megatron.md)"
+    return f"TransformerConfig has no {', '.join(shown)} here; {remedy}"
 
 
 # Megatron's, where they are not our own

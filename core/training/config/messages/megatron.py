@@ -28,7 +28,7 @@ _ANSWERS = {
     # the model
     "untie_embeddings_and_output_weights": "give model.tie_embeddings=false",
     "disable_bias_linear": "give model.add_bias_linear=false; model.style=llama, the default, has none",
-    "use_rotary_position_embeddings": "give model.position_embedding_type=rope, as model.style=llama, the default, does",
+    "use_rotary_position_embeddings": "give model.position_embedding_type=rope, as the default style llama does",
     "no_position_embedding": "give model.position_embedding_type, rope or none",
     "rotary_seq_len_interpolation_factor": "give model.rotary_scaling kind linear factor 4 (a table)",
     "use_rope_scaling": "give model.rotary_scaling kind llama3 factor 8 ... (a table)",

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from core.interop.megatron.absent import absent_names
 from core.models.gpt.gpt_layer_specs import attention, feed_forward, gpt2_spec
 from core.transformer.spec import Build, TransformerLayerSpec
 
@@ -60,3 +61,6 @@ def _feed_forward(num_experts: int | None, build: Build) -> nn.Module:
             f"{build.config.num_moe_experts}; give both the same number, or neither"
         )
     return feed_forward(build)
+
+
+__getattr__ = absent_names(__name__)

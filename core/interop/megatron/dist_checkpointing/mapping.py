@@ -1,0 +1,4 @@
+"""Megatron's `dist_checkpointing.mapping`, which is ours."""
+
+from core.dist_checkpointing.mapping import ShardedObject as ShardedObject
+from core.dist_checkpointing.mapping import ShardedTensor as ShardedTensor
