@@ -33,6 +33,7 @@ from core.datasets.corpus.build import (
 from core.datasets.corpus.conversations import are_conversations, prepare_conversations
 from core.datasets.corpus.documents import Encoder
 from core.datasets.corpus.hub import hub_files, is_hub_name
+from core.datasets.corpus.megatron_arguments import answered
 from core.datasets.corpus.preferences import are_preferences, prepare_preferences
 from core.datasets.corpus.progress import progress
 from core.datasets.corpus.sources import SUFFIXES
@@ -209,7 +210,11 @@ def _size_text(nbytes: int) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    command_line = sys.argv[1:] if arguments is None else arguments
+    if lines := answered(command_line):
+        print("error: these are Megatron's arguments:", *lines, sep="\n  ", file=sys.stderr)
+        return 2
+    options = _parser().parse_args(command_line)
     try:
         checked_prefix(options.output)  # before hours of learning
         for name in filter(is_hub_name, options.input):

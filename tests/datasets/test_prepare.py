@@ -16,7 +16,7 @@ import pytest
 
 from core.datasets import inspect, prepare
 from core.datasets.corpus import build as preparing
-from core.datasets.corpus import documents, readers
+from core.datasets.corpus import documents, megatron_arguments, readers
 from core.datasets.corpus.build import TextFiles, prepare_files
 from core.datasets.splits import split_documents
 from core.datasets.token_file import TokenFile
@@ -158,6 +158,20 @@ def test_mistakes_are_told_in_a_line_and_leave_nothing(text, tmp_path, capsys, a
     assert code == 1
     assert re.match(message, error), error
     assert not list(tmp_path.glob("a*"))
+
+
+def test_megatrons_arguments_are_answered_at_once(text, tmp_path, capsys):
+    theirs = ["--output-prefix", tmp_path / "a", "--tokenizer-type=GPT2BPETokenizer", "--json-keys", "text"]
+    assert run("--input", text, *theirs, "--workers", 2, "--append-eod") == 2
+    head, *answers = capsys.readouterr().err.splitlines()
+    assert head == "error: these are Megatron's arguments:"
+    assert [answer.split("; ")[0].strip() for answer in answers] == [
+        "unknown --output-prefix",
+        "unknown --tokenizer-type",
+        "unknown --json-keys",
+    ]
+    for flag in re.findall(r"give (--[\w-]+)", " ".join(megatron_arguments.ANSWERS.values())):
+        assert flag in prepare._parser().format_help()
 
 
 def test_the_output_never_replaces_the_input(tmp_path, capsys):

@@ -61,10 +61,10 @@ def train(tp, pp, directory, cp=1, steps=3, microbatches=2):
         )
         ends = {"pre_process": mpu.is_pipeline_first_stage(), "post_process": mpu.is_pipeline_last_stage()}
 
-        def build():
+        def build(**ends):
             return GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=S, **ends)
 
-        model = DistributedDataParallel(config, DistributedDataParallelConfig(), build())
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(), build(**ends))
         optimizer, iterator, losses = torch.optim.SGD(model.parameters(), lr=0.5), batches(), []
         for _ in range(steps):
             optimizer.zero_grad()
@@ -82,6 +82,7 @@ def train(tp, pp, directory, cp=1, steps=3, microbatches=2):
             optimizer.step()
             losses.append([float(report["lm loss"]) for report in reports])
         dist_checkpointing.save(model.module.sharded_state_dict(prefix=""), str(directory))
+        # its ends are where the rank stands
         other = build()
         other.load_state_dict(dist_checkpointing.load(other.sharded_state_dict(prefix=""), str(directory)))
         same = all(torch.equal(p, q) for p, q in zip(model.module.parameters(), other.parameters(), strict=True))

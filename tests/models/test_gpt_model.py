@@ -132,6 +132,10 @@ WRONG = {
     ),
     "one sequence": (lambda t, y: {"tokens": t[0]}, rf"tokens must be \[b, s\], got \({S},\); .*tokens\[None\]"),
     "float tokens": (lambda t, y: {"tokens": t.double()}, r"tokens must be int64 or int32, got torch.float64"),
+    "hidden states": (
+        lambda t, y: {"tokens": torch.zeros(S, B, 8)},
+        rf"float\d\d \({S}, {B}, 8\): another stage's output, .* make it with pre_process=False .* gpt_stages",
+    ),
     "float mask": (
         lambda t, y: {"tokens": t, "attention_mask": causal().double()},
         rf"attention_mask must be bool \[{B}, 1, {S}, {S}\] .*, got torch.float64 \({B}, 1, {S}, {S}\)",

@@ -72,7 +72,14 @@ def check_values(
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     """Raise ValueError unless `tokens` are integers [b, s] of the vocabulary."""
     if tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"tokens must be int64 or int32, got {tokens.dtype} {tuple(tokens.shape)}")
+        got = f"{tokens.dtype} {tuple(tokens.shape)}"
+        if tokens.is_floating_point() and tokens.dim() == 3:
+            raise ValueError(
+                f"tokens must be int64 or int32, got {got}: another stage's output, and this stage embeds tokens; "
+                "make it with pre_process=False (the first stage alone has True, the last alone post_process=True), "
+                "or let gpt_stages make each rank's"
+            )
+        raise ValueError(f"tokens must be int64 or int32, got {got}")
     if tokens.dim() != 2:
         raise ValueError(
             f"tokens must be [b, s], got {tuple(tokens.shape)}; one sequence is tokens[None]"

@@ -18,6 +18,7 @@ from core.transformer.transformer_config import TransformerConfig
 class GPTModel(ours.GPTModel):
     """Ours. position_embedding_type: "learned_absolute", "rope" or "none"; the spec's positions give way to it.
 
+    pre_process, post_process: default: as the rank, and of a chunk its number, say (Megatron: True).
     vp_stage: which of the rank's chunks this is. recompute_granularity of the configuration: "full" runs every layer
     again, "selective" its core attention. Raises ValueError: what is not here.
     """
@@ -28,8 +29,8 @@ class GPTModel(ours.GPTModel):
         transformer_layer_spec: TransformerLayerSpec,
         vocab_size: int,
         max_sequence_length: int,
-        pre_process: bool = True,
-        post_process: bool = True,
+        pre_process: bool | None = None,
+        post_process: bool | None = None,
         parallel_output: bool = True,
         share_embeddings_and_output_weights: bool = False,
         position_embedding_type: str = "learned_absolute",
@@ -62,13 +63,14 @@ class GPTModel(ours.GPTModel):
             config = replace(
                 _model_fields(config), rotary_base=float(rotary_base), rotary_percent=rotary_percent
             )
+        is_first, is_last = _is_end(vp_stage, megatron_config)
         super().__init__(
             config,
             spec,
             vocab_size,
             max_sequence_length,
-            pre_process=pre_process,
-            post_process=post_process,
+            pre_process=is_first if pre_process is None else pre_process,
+            post_process=is_last if post_process is None else post_process,
             layers=_virtual_stage_layers(config.num_layers, vp_stage, megatron_config),
             share_embeddings_and_output_weights=share_embeddings_and_output_weights,
             parallel_output=parallel_output,
@@ -134,6 +136,15 @@ def _with_positions(spec: TransformerLayerSpec, kind: str) -> TransformerLayerSp
         )
     rotary = llama_spec().rotary if kind == "rope" else None
     return replace(spec, positions=None, rotary=rotary)
+
+
+def _is_end(vp_stage: int | None, config: Any) -> tuple[bool, bool]:
+    """Whether this rank's stage, or chunk, is the pipeline's first, and its last."""
+    ps = current_state()
+    chunks = getattr(config, "virtual_pipeline_model_parallel_size", None)
+    if vp_stage is None or not chunks:
+        return ps.is_first_stage, ps.is_last_stage
+    return ps.is_first_stage and vp_stage == 0, ps.is_last_stage and vp_stage == chunks - 1
 
 
 def _virtual_stage_layers(num_layers: int, vp_stage: int | None, config: Any) -> range | None:
