@@ -1,7 +1,7 @@
 """Text from a Hugging Face folder, or from a checkpoint; `generate` and `generate_batch` for programs.
 
 python -m core.training.generate HF_DIR --prompt "Once upon a time"
-python -m core.training.generate CKPT --prompt "..."                       # of a run: it says its model and tokenizer
+python -m core.training.generate RUN --prompt "..."           # a run or a checkpoint: it says its model and tokenizer
 torchrun --nproc-per-node 2 -m core.training.generate CKPT --source HF_DIR --prompt "..." --parallel.tensor 2
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
 from core.dist_checkpointing.publish.manifest import MANIFEST
 from core.dist_checkpointing.reading.loading import load
+from core.dist_checkpointing.reading.newest import newest_checkpoint
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
 from core.models.lora.base import adapters_of, load_adapted
@@ -34,7 +35,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m core.training.generate", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("model", metavar="HF_DIR|CKPT", help="a Hugging Face folder, or a step's own directory")
+    add(
+        "model",
+        metavar="HF_DIR|RUN|CKPT",
+        help="a Hugging Face folder, a step's own directory; of a run's output or a directory of steps the newest",
+    )
     add(
         "--source",
         metavar="HF_DIR",
@@ -64,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = _parser().parse_args(arguments)
+    if not (Path(options.model).expanduser() / "config.json").is_file():
+        options.model = newest_checkpoint(options.model) or options.model
     is_checkpoint = (Path(options.model) / MANIFEST).exists()
     if (started := started_processes()) != options.tensor:
         raise ValueError(

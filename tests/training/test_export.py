@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import load_file
 
 from core.datasets.prepare import main as prepare
 from core.datasets.tokenizers.trained import train_tokenizer
@@ -174,6 +175,36 @@ def test_a_run_goes_to_transformers_with_its_tokenizer(tmp_path, capsys, monkeyp
     loss = theirs(ids, labels=ids).loss
     loss.backward()  # and it trains on
     assert all(p.grad is not None for p in theirs.parameters())
+
+
+def test_weights_of_16_bits_are_checked_as_they_are_written(tmp_path, capsys):
+    """Where the checkpoint holds the float32 main weights: the folder has the rounded ones, and so has the check."""
+    made = prepared(tmp_path)
+    sizes = {
+        "model.num-layers": 1,
+        "model.hidden-size": 16,
+        "model.num-attention-heads": 2,
+        "data.sequence-length": 8,
+    }
+    sizes |= {"training.train-steps": 2, "training.global-batch-size": 2, "optimizer.lr": 1e-2, "device": "cpu"}
+    sizes |= {
+        "data.train": made.train,
+        "checkpoint.directory": tmp_path / "ckpt",
+        "training.output": tmp_path / "run",
+    }
+    pretrain(["--model.bf16", *(f"--{name}={value}" for name, value in sizes.items())])
+    step = tmp_path / "ckpt" / "step-00000002"
+    difference = export_huggingface(step, tmp_path / "out", check=True)
+    assert difference is not None and difference < 1e-5
+    (weights,) = (tmp_path / "out").glob("*.safetensors")
+    assert {tensor.dtype for tensor in load_file(weights).values()} == {torch.bfloat16}
+    # the run, and its directory of steps, stand for their newest checkpoint
+    for number, name in enumerate(("run", "ckpt")):
+        assert main(["export", str(tmp_path / name), str(tmp_path / f"out{number}")]) == 0
+        assert f"the newest checkpoint of {tmp_path / name}: {step}" in capsys.readouterr().out
+        assert files_of(tmp_path / f"out{number}") == files_of(tmp_path / "out")
+        assert generate_command([str(tmp_path / name), "--prompt", "def", "--new-tokens", "1"]) == 0
+        assert capsys.readouterr().out.startswith("def")
 
 
 def test_a_run_that_is_over_exports_what_it_is_asked_for(tmp_path, capsys):

@@ -1,13 +1,20 @@
 """The newest of many steps that is whole, although files may be damaged and other jobs remove steps meanwhile."""
 
 import logging
+import os
+import tomllib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from core.dist_checkpointing.planning.ranks import DamagedCheckpoint
-from core.dist_checkpointing.publish.checkpoint_root import step_name
+from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
+from core.dist_checkpointing.publish.manifest import MANIFEST
+from core.dist_checkpointing.storage.address import below
 
 log = logging.getLogger(__name__)
+
+_RUN = "run.toml"  # what a run writes into its output
 
 # steps that another job may remove while this one reads, before it gives up: that job saves faster than this reads
 _MAX_REMOVED_STEPS = 10
@@ -47,3 +54,36 @@ def load_newest(
         )
     details = "\n".join(problems.values())
     raise DamagedCheckpoint(f"none of the {len(problems)} steps in {root} is whole:\n{details}")
+
+
+def newest_checkpoint(target: str | Path) -> str | None:
+    """Where the checkpoint lies that a path or URL names: there, or the newest of a directory of steps, or of a run's
+    output, whose run.toml says where its steps are. None: a path that is none of these.
+
+    Raises ValueError: the run kept no checkpoint.
+    """
+    path = Path(target).expanduser()
+    if "://" in str(target):
+        steps = CheckpointRoot(str(target)).steps()
+        return below(str(target), step_name(steps[-1])) if steps else str(target)
+    if (path / MANIFEST).is_file():
+        return str(path)
+    if (path / _RUN).is_file() or path.suffix == ".toml":
+        return _newest_of_run(path if path.suffix == ".toml" else path / _RUN)
+    steps = CheckpointRoot(str(path)).steps() if os.path.isdir(path) else []
+    return below(str(path), step_name(steps[-1])) if steps else None
+
+
+def _newest_of_run(path: Path) -> str:
+    directory = tomllib.loads(path.read_text()).get("checkpoint", {}).get("directory")
+    if directory in (None, "None"):
+        raise ValueError(
+            f"the run of {path} kept no checkpoint; train it with checkpoint.directory=DIRECTORY"
+        )
+    newest = newest_checkpoint(directory)
+    if newest is None:
+        raise ValueError(
+            f"{directory}, where the run of {path} saves, has no checkpoint; relative paths are of the folder that "
+            "the run was started in"
+        )
+    return newest

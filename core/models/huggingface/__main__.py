@@ -9,6 +9,7 @@ from typing import Any
 
 from core.dist_checkpointing.reading.lazy import lazy_tensors
 from core.dist_checkpointing.reading.loading import open_stored
+from core.dist_checkpointing.reading.newest import newest_checkpoint
 from core.dist_checkpointing.tools.console import progress, say, size_text
 from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.families import FAMILIES
@@ -16,6 +17,8 @@ from core.models.huggingface.family.others import OTHERS
 from core.models.huggingface.importing import MODEL, import_huggingface
 from core.models.huggingface.sources import Folder
 from core.models.lora.peft_folder import export_adapters
+
+_WHICH = "a step's own directory; of a run's output, or of a directory of steps, the newest"
 
 
 def _import(options: argparse.Namespace) -> int:
@@ -30,18 +33,19 @@ def _import(options: argparse.Namespace) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    stored = lazy_tensors(options.checkpoint)
+    checkpoint = _checkpoint(options)
+    stored = lazy_tensors(checkpoint)
     nbytes = sum(
         prod(t.shape) * t.dtype.itemsize for key, t in stored.items() if key.startswith(MODEL)
     )
     with progress("exporting", nbytes) as done:
         difference = export_huggingface(
-            options.checkpoint, options.folder, options.source, check=options.check, progress=done
+            checkpoint, options.folder, options.source, check=options.check, progress=done
         )
     say(f"{options.folder}: AutoModelForCausalLM.from_pretrained loads it")
     if difference is not None:
         say(f"max |logit difference| on 4 prompts: {difference:.2e}")
-    if options.source is None and (folder := _began_as(open_stored(options.checkpoint).run)):
+    if options.source is None and (folder := _began_as(open_stored(checkpoint).run)):
         say(
             f"the model began as {folder}: with --source its other fields (special tokens, the longest sequence) and "
             "files come along"
@@ -50,11 +54,21 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _adapters(options: argparse.Namespace) -> int:
-    count = export_adapters(options.checkpoint, options.folder, options.source)
+    count = export_adapters(_checkpoint(options), options.folder, options.source)
     say(
         f"{options.folder}: {count} tensors; peft.PeftModel.from_pretrained(model, folder) loads them"
     )
     return 0
+
+
+def _checkpoint(options: argparse.Namespace) -> str:
+    """What is exported: of a run or a directory of steps the newest one, which is told."""
+    given: str = options.checkpoint
+    # what is no checkpoint is told where it is opened
+    found = newest_checkpoint(given) or given
+    if found != given:
+        say(f"the newest checkpoint of {given}: {found}")
+    return found
 
 
 def _began_as(run: Mapping[str, Any]) -> str | None:
@@ -84,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "export", help="the model of a checkpoint as a folder that transformers loads"
     )
-    command.add_argument("checkpoint", metavar="CKPT", help="a step's own directory")
+    command.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help=_WHICH)
     command.add_argument("folder", metavar="HF_DIR", help="a directory that is to be made")
     command.add_argument(
         "--source",
@@ -97,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "adapters", help="the adapters (LoRA) of a checkpoint as a folder that peft loads"
     )
-    command.add_argument("checkpoint", metavar="CKPT", help="a step's own directory")
+    command.add_argument("checkpoint", metavar="RUN_OR_CHECKPOINT", help=_WHICH)
     command.add_argument("folder", metavar="PEFT_DIR", help="a directory that is to be made")
     command.add_argument("--source", metavar="HF_DIR", help="the folder that the model began as")
     command.set_defaults(run=_adapters)

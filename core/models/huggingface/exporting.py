@@ -288,14 +288,19 @@ class _Gathered:
 
 
 def _in_float32(checkpoint: str | Path, model_form: HuggingFaceModel) -> GPTModel:
-    """The model that the checkpoint holds."""
+    """The model that the folder holds: the checkpoint's, of 16-bit weights what they are rounded to."""
     # 16-bit logits would differ by rounding alone
     in_float32 = replace(model_form.config, params_dtype=torch.float32, pipeline_dtype=None)
     arguments = model_form.arguments() | {"config": in_float32}
     ours = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0).eval()
-    load(
-        {"model": ours.sharded_state_dict()}, checkpoint, strict=False, ps=ours.parallel, cast=True
-    )
+    shards = ours.sharded_state_dict()
+    load({"model": shards}, checkpoint, strict=False, ps=ours.parallel, cast=True)
+    stored = lazy_tensors(checkpoint)
+    # in float32 the optimizer's main weights are read, of which the folder has the rounded ones
+    with torch.no_grad():
+        for shard in shards.values():
+            if shard.key in stored:
+                shard.data.copy_(shard.data.to(stored[shard.key].dtype))
     return ours
 
 

@@ -1,6 +1,5 @@
 """A model that was trained already: a run's newest checkpoint, one checkpoint, or a Hugging Face folder."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,12 +8,11 @@ from typing import Any
 from torch import nn
 
 from core.dist_checkpointing import load_common_state_dict
-from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot, step_name
 from core.dist_checkpointing.publish.manifest import MANIFEST
 from core.dist_checkpointing.reading.loading import load
+from core.dist_checkpointing.reading.newest import newest_checkpoint
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.state.mapping import sharded_state_dict
-from core.dist_checkpointing.storage.address import below
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface
 from core.models.lora.base import adapters_of, load_adapted
@@ -85,13 +83,12 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
     settings: Mapping[str, Any] = {}
     if path.suffix == ".toml" or (path / "run.toml").is_file():
         settings = _from_file(path if path.suffix == ".toml" else path / "run.toml")
-        directory = settings.get("checkpoint.directory")
-        if directory in (None, "None"):
-            raise ValueError(
-                f"the run of {target} kept no checkpoint; train it with checkpoint.directory=DIRECTORY"
-            )
-        target = str(directory)
-    url = _newest_checkpoint(target)
+    url = newest_checkpoint(target)
+    if url is None:
+        raise ValueError(
+            f"{target} is no run (it has no run.toml), no checkpoint (no {MANIFEST}), no directory of steps and no "
+            "Hugging Face folder (no config.json)"
+        )
     # what a run.toml says goes before what the checkpoint remembers
     settings = settings or _of_checkpoint(url)
     objects = load_common_state_dict(url)
@@ -121,24 +118,6 @@ def _from_file(path: Path) -> dict[str, Any]:
     values = read_toml(path, fields_by_name).values
     # without other versions' fields
     return {name: value for name, value in values.items() if name in fields_by_name}
-
-
-def _newest_checkpoint(target: str) -> str:
-    """The checkpoint itself, or the newest of a directory of steps."""
-    if "://" not in target and (Path(target) / MANIFEST).is_file():
-        return target
-    if "://" in target or os.path.isdir(target):
-        steps = CheckpointRoot(target).steps()
-    else:
-        steps = []
-    if steps:
-        return below(target, step_name(steps[-1]))
-    if "://" in target:
-        return target
-    raise ValueError(
-        f"{target} is no run (it has no run.toml), no checkpoint (no {MANIFEST}), no directory of steps and no "
-        "Hugging Face folder (no config.json)"
-    )
 
 
 def _of_checkpoint(url: str) -> dict[str, Any]:
