@@ -204,6 +204,22 @@ def test_settings_without_effect_are_told():
     assert load_run([]).unused() == [] and load_run(["--checkpoint.keep-last", "3"]).unused() == [], "the default"
 
 
+def test_what_text_needs_has_an_effect_beside_text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.txt").write_text("some text")
+    flags = ["--data.vocab-size", "300", "--data.directory", "here"]
+    # text, and the token file that it becomes
+    assert load_run([*flags, "--data.train", "t.txt"]).unused() == []
+    assert load_run([*flags, "--data.train", "here/t-0123"]).unused() == []
+    assert load_run([*flags, "--data.train", "t.txt", "--data.tokenizer", "a.json"]).unused() == [
+        "data.vocab_size=300 has no effect: data.tokenizer=a.json is given"
+    ]
+    assert load_run([*flags, "--data.train", "tokens"]).unused() == [
+        "data.directory=here has no effect: data.train names token files",
+        "data.vocab_size=300 has no effect: data.train names token files, and their tokenizer",
+    ]
+
+
 def test_a_written_file_tells_its_version(tmp_path):
     load_run([]).to_toml(tmp_path / "run.toml")
     assert (tmp_path / "run.toml").read_text().startswith(f"# written by paracore {__version__}\n")

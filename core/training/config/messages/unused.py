@@ -1,7 +1,10 @@
 """Settings that somebody gave and that change nothing beside the others: no mistake, but told."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from core.datasets.corpus.cached import is_text
 
 _PIPELINE = "parallel.pipeline=1 has no stages that take turns"
 _KEEP_BEST = "checkpoint.keep_best names no metric"
@@ -34,8 +37,7 @@ def _reasons_by_field(values: Mapping[str, Any]) -> dict[str, str]:
     if values["data_parallel.zero_stage"] != 3:
         reasons["data_parallel.shard_units"] = "only zero_stage=3 gathers weights by units"
     if values["data.train"]:
-        because = "data.train is given, and its tokenizer with it"
-        reasons |= {"data.directory": "data.train is given", "data.vocab_size": because}
+        reasons |= _reasons_of_text(values)
     if values["data.train"] and values["data.valid"]:
         reasons["data.split"] = "data.valid is given"
     if values["checkpoint.keep_best"] is None:
@@ -53,3 +55,16 @@ def _reasons_by_field(values: Mapping[str, Any]) -> dict[str, str]:
             f"checkpoint.{name}": "without checkpoint.directory nothing is saved" for name in names
         }
     return reasons
+
+
+def _reasons_of_text(values: Mapping[str, Any]) -> dict[str, str]:
+    """Of what only texts need that a run prepares by itself, the default corpus among them."""
+    directory = Path(values["data.directory"])
+    names = [*values["data.train"], *values["data.valid"], *values["data.valid_sets"].values()]
+    # a run that has prepared its texts names the token files, which lie there
+    if not any(is_text(name) or Path(name).is_relative_to(directory) for name in names):
+        because = "data.train names token files"
+        return {"data.directory": because, "data.vocab_size": f"{because}, and their tokenizer"}
+    if values["data.tokenizer"] is not None:
+        return {"data.vocab_size": f"data.tokenizer={values['data.tokenizer']} is given"}
+    return {}
