@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 from core.dist_checkpointing import (
     CheckpointManager,
@@ -139,6 +140,32 @@ def test_layers_that_are_not_there(tmp_path, single):
             load(made(here), tmp_path / str(there), ps=single)
         line = f"model/layers.w: its shape is ({there}, 2) in the checkpoint and ({here}, 2) here"
         assert str(told.value).count("model/layers") == 1 and line in str(told.value)
+
+
+def test_stages_of_ones_own_are_read_from_a_whole_model(tmp_path, single):
+    """The message has the mapping's line for one of the names; a function of all keys does for the optimizer, too."""
+    whole = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
+    state = {"model": whole.state_dict(), "optimizer": {"exp_avg": whole.state_dict()}}
+    Saver(str(tmp_path), single, durable=False).save("x", state)
+    stages = nn.ModuleDict({"0": nn.Sequential(nn.Linear(2, 3)), "1": nn.Sequential(nn.Linear(3, 2))})
+    values = {f"stages.{key}": value for key, value in stages.state_dict().items()}
+    state = {"model": values, "optimizer": {"exp_avg": {key: value.clone() for key, value in values.items()}}}
+    line = (
+        r"where names alone differ, give load a mapping, as mapping=\{'model/stages.0.0.bias': 'model/0.bias'\}, or"
+    )
+    with pytest.raises(ValueError, match=line):
+        load(state, tmp_path / "x", ps=single)
+    places = {"stages.0.0.": "0.", "stages.1.0.": "2."}
+
+    def other_name(key):
+        for here, there in places.items():
+            if here in key:
+                return key.replace(here, there)
+        return key
+
+    load(state, tmp_path / "x", ps=single, mapping=other_name)
+    assert torch.equal(stages["1"][0].weight, whole[2].weight)
+    assert torch.equal(state["optimizer"]["exp_avg"]["stages.0.0.bias"], whole[0].bias)
 
 
 def test_a_value_is_no_array_and_an_array_no_value(tmp_path, single):

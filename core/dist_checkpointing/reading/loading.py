@@ -5,6 +5,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,6 +62,25 @@ class Report:
             lines[20:] = [f"and {len(lines) - 20} more"]
         return "\n".join(lines)
 
+    def remedy(self) -> str:
+        """What else may be done; where names end alike, the line that reads one under its other name."""
+        remedy = "build the model that was saved, load a part of it, or give strict='report'"
+        missing = next(iter(self.missing), "")
+        others = [key for key in self.unexpected if _group(key) == _group(missing)]
+        found = max(others, key=lambda other: _common_parts(missing, other), default="")
+        if not _common_parts(missing, found):
+            return remedy
+        return (
+            f"{remedy}; where names alone differ, give load a mapping, as mapping={{{missing!r}: {found!r}}}, or a "
+            "function of all keys (docs/concepts/checkpoint.md)"
+        )
+
+
+def _common_parts(a: str, b: str) -> int:
+    """How many of the last words of two names are the same: 2 of a.b.weight and c.b.weight; 0 of names of one word."""
+    pairs = zip(reversed(a.split(".")), reversed(b.split(".")), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
 
 def load(
     sharded_state_dict: Any,
@@ -102,10 +122,7 @@ def load(
     # compare: all ranks see the same report
     report = _compare(local, stored, ps, key_mapping)
     if report and strict is True:
-        raise ValueError(
-            f"{checkpoint_dir} does not fit this model:\n{report}\nbuild the model that was saved, load a part of "
-            "it, or give strict='report'"
-        )
+        raise ValueError(f"{checkpoint_dir} does not fit this model:\n{report}\n{report.remedy()}")
 
     # read: the first step that writes into tensors
     fill = partial(read_once, ps=ps) if _shares_reads(stored, ps, share_reads) else read
