@@ -6,17 +6,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from core import parallel_state
+from core import dist_checkpointing, parallel_state
 from core.data_parallel import DataParallel
-from core.tensor_parallel import ColumnParallelLinear, Placement, RowParallelLinear
+from core.tensor_parallel import ColumnParallelLinear, Placement, RowParallelLinear, fill_from_full
 
 PAGE = Path(__file__).parents[1] / "docs" / "from_pytorch.md"
 
 
 def run_page(**arguments):
     """Losses of this rank's rows [batches], as the page's program gives them."""
-    program = {"__name__": "page"}
-    exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)), program)
+    program = page()
     parallel_state.destroy_model_parallel()
     try:
         return program["main"](**arguments)
@@ -36,6 +35,53 @@ def test_the_page_gives_one_process_losses_on_every_layout_and_its_checkpoint_op
     both = ranks(run_page, world=2, zero_stage=3, load=checkpoint)
     torch.testing.assert_close(torch.stack(both).mean(0), again, rtol=1e-9, atol=0)
     assert again[0] < alone[0] - 0.05
+
+
+def page():
+    program = {"__name__": "page"}
+    exec("\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)), program)
+    return program
+
+
+def from_the_plain_module(plain, path):
+    """Logits of the page's module, with the plain one's weights: from its checkpoint, and tensor by tensor."""
+    parallel_state.destroy_model_parallel()
+    program = page()
+    ps = parallel_state.initialize_model_parallel(torch.distributed.get_world_size())
+    tokens = torch.arange(8).view(1, 8)
+    try:
+        loaded = program["Model"](Placement.of(ps))
+        state = {"model": program["sharded_state_dict"](DataParallel(loaded, ps))}
+        dist_checkpointing.load(state, path, ps=ps, mapping=program["whole_qkv"])
+        filled = program["Model"](Placement.of(ps))
+        for name, parameter in filled.named_parameters():
+            fill_from_full(parameter, plain[name])
+        with pytest.raises(ValueError, match=r"\[5\] has 5 elements, the parameter is \[3, 32\], 96; give all of it"):
+            fill_from_full(filled.layers[0].qkv.bias, torch.ones(5))
+        return loaded(tokens).detach(), filled(tokens).detach()
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def plain_weights():
+    """Of the module with nn.Linear(h, 3 * h), by name, and its logits."""
+    parallel_state.destroy_model_parallel()
+    model = page()["Model"](Placement()).double()  # as the ranks compute
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {n: w.flatten(0, 1) if ".qkv." in n else w for n, w in weights.items()}, model(
+        torch.arange(8).view(1, 8)
+    ).detach()
+
+
+def test_the_plain_modules_weights_go_into_split_layers(ranks, tmp_path):
+    torch.manual_seed(1)
+    plain, logits = plain_weights()
+    assert plain["layers.0.qkv.weight"].shape == (96, 32)
+    ps = parallel_state.ParallelState.single("cpu")
+    dist_checkpointing.save({"model": plain}, str(tmp_path / "plain"), ps=ps)
+    for found in ranks(from_the_plain_module, plain, str(tmp_path / "plain"), world=2):
+        for each in found:
+            torch.testing.assert_close(each, logits, rtol=1e-9, atol=1e-12)
 
 
 def drawn(dtype):

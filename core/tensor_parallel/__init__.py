@@ -6,6 +6,7 @@ from core.tensor_parallel.linear import ColumnParallelLinear, RowParallelLinear
 from core.tensor_parallel.mappings import (
     copy_to_tensor_region,
     dropout_in_tensor_region,
+    fill_from_full,
     full_tensor,
     gather_from_sequence_region,
     gather_from_tensor_region,
@@ -25,6 +26,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "copy_to_tensor_region",
     "dropout_in_tensor_region",
+    "fill_from_full",
     "full_tensor",
     "gather_from_sequence_region",
     "gather_from_tensor_region",

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from core.autograd.gradients import has_main_grad, no_second_derivative
 from core.parallel_state import Layout, ParallelState, current_state, layout_of
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
-from core.parallel_state.layout import has_layout, set_layout
+from core.parallel_state.layout import has_layout, set_layout, true_part
 
 
 def sequence_shard(x: Tensor, group: Group) -> Tensor:
@@ -318,6 +318,27 @@ def full_tensor(
     if not layout.padding:
         return full
     return full[tuple(slice(0, size) for size in layout.shape)]
+
+
+@torch.no_grad()
+def fill_from_full(
+    parameter: Parameter, full: Tensor, *, parallel: ParallelState | None = None
+) -> None:
+    """Write this rank's part of `full`, the same on every rank, into a parameter: initial values of your own.
+
+    full: of the true shape, or one with the same elements in order ([3 h, h] for (3, h, h)). Padded rows become 0.
+    Before `DataParallel`, which takes the weights over. No collective. Raises ValueError: another number of elements.
+    """
+    layout = layout_of(parameter)
+    ps = parallel if parallel is not None else current_state()
+    if full.numel() != layout.numel:
+        raise ValueError(
+            f"fill_from_full: {list(full.shape)} has {full.numel()} elements, the parameter is {list(layout.shape)}, "
+            f"{layout.numel}; give all of it, not this rank's part"
+        )
+    box = layout.box(ps.coordinate, ps.sizes)
+    parameter.zero_()
+    true_part(parameter, layout, ps.coordinate, ps.sizes).copy_(full.reshape(layout.shape)[box])
 
 
 def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:

@@ -65,7 +65,9 @@ class Report:
     def remedy(self) -> str:
         """What else may be done; where names end alike, the line that reads one under its other name."""
         remedy = "build the model that was saved, load a part of it, or give strict='report'"
-        missing = next(iter(self.missing), "")
+        if not (self.missing and self.unexpected):
+            return remedy
+        missing = self.missing[0]
         others = [key for key in self.unexpected if _group(key) == _group(missing)]
         found = max(others, key=lambda other: _common_parts(missing, other), default="")
         if not _common_parts(missing, found):
@@ -77,7 +79,7 @@ class Report:
 
 
 def _common_parts(a: str, b: str) -> int:
-    """How many of the last words of two names are the same: 2 of a.b.weight and c.b.weight; 0 of names of one word."""
+    """How many of the last words of two names are the same: 2 of a.b.weight and c.b.weight."""
     pairs = zip(reversed(a.split(".")), reversed(b.split(".")), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from core import tensor_parallel as ours
 from core.interop.megatron.tensor_parallel.mappings import tensor_group
 from core.parallel_state import Init, current_state, layout_of
-from core.parallel_state.layout import true_part
 from core.tensor_parallel import Placement
 
 InitMethod = Callable[[Tensor], Any]
@@ -37,16 +36,11 @@ def _draw(layer: Any, init_method: InitMethod | None) -> None:
         raise ValueError(
             "a layer of its own needs init_method, such as torch.nn.init.xavier_normal_"
         )
-    ps = current_state()
     weight = layer.weight
-    layout = layout_of(weight)
-    full_weight = torch.empty(layout.shape, dtype=weight.dtype)
+    full_weight = torch.empty(layout_of(weight).shape, dtype=weight.dtype)
     # every rank draws the same full weight, and keeps its rows or columns: equal for every number of tensor ranks
     init_method(full_weight)
-    weight.zero_()
-    true_part(weight, layout, ps.coordinate, ps.sizes).copy_(
-        full_weight[layout.box(ps.coordinate, ps.sizes)]
-    )
+    ours.fill_from_full(weight, full_weight)
     if getattr(layer, "bias", None) is not None:
         layer.bias.zero_()
 
