@@ -262,7 +262,7 @@ def offload_activations(
 def _refuse_layer(stage: nn.Module, name: str, layer: nn.Module) -> None:
     if any(has_compiled_code(part) for part in layer.modules()):
         raise ValueError(
-            f"offload_activations: {name} is compiled, and 0 of the tensors that compiled code saves are known by "
+            f"offload_activations: {name} is compiled, and of the tensors that compiled code saves none is known by "
             "layer; leave compile out, or use fraction=0"
         )
     if is_offloaded(layer):

@@ -25,7 +25,7 @@ def unmatched(config: OptimizerConfig, names: Iterable[str]) -> list[str]:
             else:
                 example = ""
             messages.append(
-                f"{field}={pattern!r} is the name of 0 of the model's {len(parameter_names)} parameters{example}"
+                f"{field}={pattern!r} is the name of none of the model's {len(parameter_names)} parameters{example}"
             )
     return messages
 

@@ -65,7 +65,7 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 does not clip."""
 
     optimizer: str = "adamw"
-    """adamw, sgd, muon, lion or lamb, as `build_optimizer` reads it."""
+    """adamw, sgd (with momentum 0.9 and weight_decay, unless they are 0), muon, lion or lamb."""
 
     momentum: float | None = None
     """Of sgd and muon; None: 0.9 of sgd, 0.95 of muon, its publication's."""

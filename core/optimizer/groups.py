@@ -231,7 +231,7 @@ def _member_names(stated: Mapping[str, Any], named: Mapping[str, Any], number: i
         matching = [name for name in named if fnmatch(name, pattern)]
         if not matching:
             raise ValueError(
-                f"param group {number}: {pattern!r} is the name of 0 of {len(named)} parameters"
+                f"param group {number}: {pattern!r} is the name of none of {len(named)} parameters"
             )
         members += matching
     name_of = {id(parameter): name for name, parameter in named.items()}

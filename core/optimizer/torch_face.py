@@ -152,6 +152,6 @@ class TorchFace(torch.optim.Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} holds buffers and groups of this process, of which 0 can be copied or pickled; "
-            "use state_dict()"
+            f"{type(self).__name__} holds buffers and groups of this process, which cannot be copied or pickled; use "
+            "state_dict()"
         )

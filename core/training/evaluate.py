@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if run.training.objective == "dpo":
         raise ValueError(
             "rewards are of a model beside its reference, which is in its run: training.objective=dpo tells them by "
-            "training.eval_interval, 0 of them here; give text, chats, or prompts with a response"
+            "training.eval_interval, and are none of a checkpoint alone; give text, chats, or prompts with a response"
         )
     with launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
         same_on_all_ranks(run)

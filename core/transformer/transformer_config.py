@@ -185,7 +185,9 @@ class TransformerConfig:
     moe_z_loss_coeff: float | None = None
     moe_expert_capacity_factor: InitVar[float | None] = None  # refused: no token is dropped
     init_method_std: float = 0.02
-    params_dtype: torch.dtype = torch.float32
+    params_dtype: torch.dtype = (
+        torch.float32
+    )  # of weights and activations; torch.set_default_dtype is not asked
     pipeline_dtype: torch.dtype | None = None  # params_dtype: what crosses a stage boundary
     # False: each device draws for itself (faster; values differ by device type)
     use_cpu_initialization: bool = True

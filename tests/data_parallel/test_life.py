@@ -184,7 +184,7 @@ def test_the_timeout_of_init_process_group_stands(ranks):
 def test_complex_parameters_are_told_when_the_optimizer_is_made():
     model = nn.Linear(2, 2, dtype=torch.complex64)
     shard = DataParallel(model, ParallelState.single("cpu"))
-    with pytest.raises(ValueError, match="is complex64, and 0 of the fused updates know that; hold it as"):
+    with pytest.raises(ValueError, match="is complex64, which none of the fused updates knows; hold it as"):
         ShardedAdamW(shard, OptimizerConfig())
 
 

@@ -80,7 +80,11 @@ def test_what_is_refused(tmp_path, chat_folder, capsys):
     (bare / "tokenizer.json").write_bytes((chat_folder / "tokenizer.json").read_bytes())
     chat, text = lines(tmp_path / "chat.jsonl", [{"messages": TALK}]), lines(tmp_path / "t.jsonl", [{"text": "a"}])
     cases = {
-        "holds 0 of tokenizer_config.json, chat_template.jinja": [chat, "--tokenizer", str(bare / "tokenizer.json")],
+        "none of tokenizer_config.json, chat_template.jinja": [
+            chat,
+            "--tokenizer",
+            str(bare / "tokenizer.json"),
+        ],
         "rows of messages need the tokenizer of a model with a chat template": [chat],
         "1 of 2 files hold chats or prompts": [chat, text],
         "--train-tokenizer 300: conversations fine-tune a model": [chat, "--train-tokenizer", "300"],

@@ -74,7 +74,7 @@ def test_files_that_are_meant():
         "b.txt",
         "retrained.txt",
     ]
-    with pytest.raises(ValueError, match="0 of its 4 files like 'train' can be read"):
+    with pytest.raises(ValueError, match="none of its 4 files like 'train' can be read"):
         of("train")
 
 
@@ -105,7 +105,7 @@ def test_the_tokens_are_those_of_the_same_files_on_disk(hub, tmp_path):
         ("hf://datasets/org/other", "0", "the Hub has no such data set or revision"),
         ("hf://datasets/org/name@v9", "0", "the Hub has no such data set or revision"),
         ("hf://datasets/org/name", "0", "files of 2 splits (test, train)"),
-        ("hf://datasets/org/name/data", "1", "was not reached, and 0 of its files are in the cache"),
+        ("hf://datasets/org/name/data", "1", "was not reached, and none of its files is in the cache"),
     ],
 )
 def test_what_the_hub_has_not_is_refused_in_a_line(hub, tmp_path, name, offline, says):

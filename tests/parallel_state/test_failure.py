@@ -1,7 +1,9 @@
 """Who is blamed, from what the ranks reported: a function of reports."""
 
 import pytest
+import torch
 
+from core.parallel_state.collectives import groups
 from core.parallel_state.collectives.failure import FailureReport, _verdict
 
 
@@ -27,3 +29,15 @@ def test_a_silent_rank_is_gone_only_where_nobody_gave_up(case):
     reports, blame = CASES[case]
     verdict = _verdict(reports[0], {report.rank: report for report in reports}, {2})
     assert verdict.text.startswith(blame) and verdict.guilty == (2,)
+
+
+def test_a_group_that_lacks_a_rank_says_where_to_look(monkeypatch):
+    def refused(*_, **__):
+        raise RuntimeError("[/pytorch/ProcessGroupGloo.cpp] Gloo connectFullMesh failed with timeout")
+
+    monkeypatch.setattr(torch.distributed, "init_process_group", refused)
+    message = (
+        r"^the world was not connected: one of its ranks ended, or refused its arguments, .* own output says why"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        groups.init_world("gloo", 1.0)

@@ -209,7 +209,7 @@ def test_all_mistakes_are_told_at_once():
         "learns from pairs of responses, data.train names 0 files",
         "parallel.context=2 cuts sequences, training.objective=dpo sums over each of them; use context=1",
         "rampup_batch_size=4 4 100 cuts validation batches anywhere",
-        "keep_best=validation.bits_per_byte is of text, training.objective=dpo has 0 of it; use keep_best=loss",
+        "keep_best=validation.bits_per_byte is of text, training.objective=dpo has none; use keep_best=loss",
         "moe_aux_loss_coeff and moe_z_loss_coeff weigh losses per token, training.objective=dpo divides by pairs",
     ):
         assert message in str(error.value)

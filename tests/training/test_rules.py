@@ -48,7 +48,7 @@ WRONG = {
     "recompute": (
         {"training": TrainingConfig(recompute="stage")},
         1,
-        "recompute=stage is an action of a pipeline's schedule, pipeline=1 has 0 of them; use recompute=layer",
+        "recompute=stage is an action of a pipeline's schedule, pipeline=1 has none; use recompute=layer",
     ),
     "context": (
         {"parallel": ParallelConfig(context=3)},

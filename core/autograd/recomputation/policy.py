@@ -169,7 +169,7 @@ def apply_recompute(
     for name, child in chosen.items():
         if any(proxy.moves_saved for part in child.modules() for proxy in proxies_of(part)):
             raise ValueError(
-                f"{name}: its activations are offloaded already, and a region around that would have 0 of them to "
+                f"{name}: its activations are offloaded already, and a region around that would have none of them to "
                 "offload; call offload_activations after the policy is applied (or the Pipeline made)"
             )
     keeps_activations = keeps == "attention" and policy != "selective"

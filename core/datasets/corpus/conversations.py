@@ -50,7 +50,7 @@ class ChatTemplate:
     def __init__(self, folder: Path) -> None:
         if not any((folder / name).is_file() for name in _FILES):
             raise ValueError(
-                f"{folder} holds 0 of {', '.join(_FILES)}, so no chat template for rows of messages; copy the file "
+                f"{folder} holds none of {', '.join(_FILES)}, so no chat template for messages; copy the file "
                 "of the model whose tokenizer it is there, or give rows of prompt and response"
             )
         try:

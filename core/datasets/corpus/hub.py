@@ -63,7 +63,7 @@ class HubName:
         if not selected:
             like = f" like {self.files!r}" if self.files else ""
             raise ValueError(
-                f"{self.name}: 0 of its {len(all_paths)} files{like} can be read (they are "
+                f"{self.name}: none of its {len(all_paths)} files{like} can be read (they are "
                 f"{', '.join(all_paths[:3]) or 'none'} ...); read are text, JSON lines and parquet"
             )
         splits = {split for path in selected for split in _SPLIT.findall(path)}
@@ -162,8 +162,8 @@ def _found_in_cache(hub: Any, hub_name: HubName, suffixes: tuple[str, ...]) -> l
             paths = [file.file_path.relative_to(root).as_posix() for file in revision.files]
             return [root / path for path in hub_name.matching(paths, suffixes)]
     raise ValueError(
-        f"{hub_name.name}: the Hub was not reached, and 0 of its files are in the cache {folder}; download it where "
-        f"there is a connection (hf download --repo-type dataset {hub_name.repo}), or name files on this disk"
+        f"{hub_name.name}: the Hub was not reached, and none of its files is in the cache {folder}; download it "
+        f"where there is a connection (hf download --repo-type dataset {hub_name.repo}), or name files on this disk"
     )
 
 

@@ -79,7 +79,7 @@ def lora_state_dict(state: Mapping[str, Any], model: Modules) -> dict[str, Any]:
     frozen = {name for name, p in named_parameters(model) if not p.requires_grad}
     trained = {name: tensor for name, tensor in state.items() if name not in frozen}
     if not any(ADAPTER in name for name in trained):
-        raise ValueError(f"lora_state_dict: 0 of {len(state)} names are of adapters")
+        raise ValueError(f"lora_state_dict: none of {len(state)} names is of an adapter")
     return trained
 
 

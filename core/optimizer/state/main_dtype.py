@@ -22,7 +22,7 @@ def main_dtype(shard: DataParallel, config: OptimizerConfig) -> torch.dtype:
             continue
         if dtype.is_complex:
             raise ValueError(
-                f"{names[0]} is {str(dtype).removeprefix('torch.')}, and 0 of the fused updates know that; "
+                f"{names[0]} is {str(dtype).removeprefix('torch.')}, which none of the fused updates knows; "
                 "hold it as a real parameter of one dim more (torch.view_as_real) and view it as complex in forward"
             )
         first_name.setdefault(torch.float32 if dtype.itemsize < 4 else dtype, names[0])

@@ -2,6 +2,8 @@
 
 import copy
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -168,7 +170,22 @@ def world() -> tuple[int, int]:
 
 def init_world(backend: str | None, timeout_s: float, **init_options: Any) -> None:
     """Join the default group; `init_options` are what torch.distributed.init_process_group takes beside."""
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **init_options)
+    with _absent_ranks_told("the world"):
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **init_options)
+
+
+@contextmanager
+def _absent_ranks_told(group: str) -> Iterator[None]:
+    """Where gloo could not connect a group: say why that is, instead of "Gloo connectFullMesh failed" alone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "connectFullMesh" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{group} was not connected: one of its ranks ended, or refused its arguments, before it came here; that "
+            f"rank's own output says why ({error})"
+        ) from error
 
 
 def destroy_world() -> None:
@@ -237,13 +254,14 @@ def create_group(
         f"paracore_{world.group_name}_{members}_{times_created}"
     )
     try:
-        group = dist.new_group(
-            list(ranks),
-            timeout=timedelta(seconds=timeout_s),
-            backend=backend,
-            use_local_synchronization=True,
-            group_desc=f"{name}:{members}",
-        )
+        with _absent_ranks_told(f"group {name} of ranks {', '.join(map(str, ranks))}"):
+            group = dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=timeout_s),
+                backend=backend,
+                use_local_synchronization=True,
+                group_desc=f"{name}:{members}",
+            )
     finally:
         c10d._process_group_name = torch_naming
         world.bound_device_id = bound_device

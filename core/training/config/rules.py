@@ -254,7 +254,7 @@ def _ramp_rules(
 def _recompute_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rules:
     yield (
         parallel.pipeline > 1 or training.recompute != "stage",
-        "recompute=stage is an action of a pipeline's schedule, pipeline=1 has 0 of them; use recompute=layer",
+        "recompute=stage is an action of a pipeline's schedule, pipeline=1 has none; use recompute=layer",
     )
 
 

@@ -40,7 +40,7 @@ class References:
         for batches in (corpus.train, *(t.valid for t in corpus.validation_texts.values())):
             if not isinstance(batches, PreferenceBatches):
                 raise ValueError(
-                    f"training.objective=dpo reads pairs, {type(batches).__name__} gives 0 of them; prepare JSON "
+                    f"training.objective=dpo reads pairs, {type(batches).__name__} gives none; prepare JSON "
                     "lines of prompt, chosen and rejected"
                 )
             self._texts[fingerprint(batches)] = batches

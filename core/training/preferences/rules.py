@@ -72,7 +72,7 @@ def dpo_rules(
     )
     yield (
         checkpoint.keep_best != "validation.bits_per_byte",
-        "checkpoint.keep_best=validation.bits_per_byte is of text, training.objective=dpo has 0 of it; use "
+        "checkpoint.keep_best=validation.bits_per_byte is of text, training.objective=dpo has none; use "
         "keep_best=loss",
     )
     try:

@@ -61,7 +61,7 @@ def freeze(stages: Mapping[int, nn.Module], optimizer: OptimizerConfig, ps: Para
     frozen = [name for name in all_names if is_frozen(optimizer, name)]
     if len(frozen) == len(all_names):
         problems.append(
-            f"optimizer.freeze leaves 0 of {len(all_names)} parameters to train; leave some out of it"
+            f"optimizer.freeze leaves none of {len(all_names)} parameters to train; leave some out of it"
         )
     if problems:
         raise ValueError("; ".join(problems))
