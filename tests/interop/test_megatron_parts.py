@@ -188,7 +188,7 @@ def test_8_bits_by_their_names(state):
     for wrong, words in (
         ({}, "fp8='hybrid' without fp8_recipe is Megatron's delayed.*give fp8_recipe='tensorwise'"),
         ({"fp8_recipe": "delayed"}, r"fp8_recipe='delayed' is none of tensorwise, rowwise"),
-        ({"fp8_recipe": "tensorwise", "fp8_dot_product_attention": True}, "not here: fp8_dot_product_attention"),
+        ({"fp8_recipe": "tensorwise", "fp8_dot_product_attention": True}, "has no fp8_dot_product_attention here"),
     ):
         with pytest.raises(ValueError, match=words):
             TransformerConfig(**sizes, fp8="hybrid", **wrong)

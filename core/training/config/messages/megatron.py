@@ -101,13 +101,12 @@ _ANSWERS = {
 
 # what is not here, and no setting approximates
 _NOT_HERE = """
-tp_comm_overlap tp_comm_overlap_cfg first_last_layers_bf16 no_manual_gc_eval
-disable_tp_comm_split_ag fp16_lm_cross_entropy qk_clip fp8_margin fp8_interval
-fp8_amax_history_len fp8_amax_compute_algo fp8_param_gather te_rng_tracker enable_cuda_graph
-external_cuda_graph cuda_graph_scope use_nccl_ub manual_gc manual_gc_interval
-empty_unused_memory_level moe_input_jitter_eps mtp_num_layers mtp_loss_scaling_factor
-fp32_residual_connection apply_query_key_layer_scaling log_num_zeros_in_grad log_params_norm
-log_straggler enable_one_logger one_logger_project adlr_autoresume enable_ft_package rerun_mode
+tp_comm_overlap tp_comm_overlap_cfg no_manual_gc_eval disable_tp_comm_split_ag
+fp16_lm_cross_entropy qk_clip te_rng_tracker enable_cuda_graph external_cuda_graph
+cuda_graph_scope use_nccl_ub manual_gc manual_gc_interval empty_unused_memory_level
+moe_input_jitter_eps mtp_num_layers mtp_loss_scaling_factor fp32_residual_connection
+apply_query_key_layer_scaling log_num_zeros_in_grad log_params_norm log_straggler
+enable_one_logger one_logger_project adlr_autoresume enable_ft_package rerun_mode
 non_persistent_save_interval non_persistent_ckpt_type init_method_xavier_uniform
 embedding_init_method_std apply_residual_connection_post_layernorm wandb_exp_name wandb_save_dir
 hierarchical_context_parallel_sizes distributed_timeout_minutes moe_shared_expert_overlap
@@ -160,6 +159,7 @@ _LEAVE_OUT = {
         "decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
     ),
+    "scales follow the present largest value, not those of steps before": "fp8_interval fp8_amax_compute_algo",
     "torchrun says it": "local_rank",
     "there is one kind of model": "use_legacy_models deprecated_use_mcore_models",
     "weights are always initialised or read": (
