@@ -98,6 +98,38 @@ def preferred(program, whole):
     return -F.logsigmoid(0.1 * (scores[0] - scores[1]))
 
 
+def hooked(of_hidden, part=lambda model: model.decoder.layers[0]):
+    """The mean of the losses, and what is made of the hidden states that a forward hook was given."""
+
+    def loss_of(program):
+        kept = []
+        handle = part(program.model).register_forward_hook(lambda module, args, output: kept.append(output))
+        loss = program.losses().mean()
+        handle.remove()
+        return loss + of_hidden(program, kept[0])
+
+    return loss_of
+
+
+def last_norm(model):
+    return model.decoder.final_layernorm
+
+
+def logged(losses):
+    """Of this rank's rows."""
+    assert float(losses.max()) > 0
+    return losses.mean()
+
+
+def logged_of_all(program):
+    losses = program.losses()
+    largest = losses.detach().max()
+    if program.group is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=program.group.process_group)
+    assert float(largest) > 0
+    return losses.mean()
+
+
 def told(what, loss_of, remedy="`all_reduce(n, group=get_data_parallel_group(with_context_parallel=True))`"):
     return Case(what, by(loss_of), "told", "counts otherwise than the same sum of another", remedy)
 
@@ -166,6 +198,29 @@ CASES = [
         "the same on all 2 context ranks",
         '`batch["position_ids"]`',
     ),
+    told(
+        "a layer's hidden states by a forward hook, pooled: `h.mean(0)`",
+        hooked(lambda p, h: F.cross_entropy(h.mean(0), CLASSES)),
+        "`all_reduce(x)`",
+    ),
+    told("a hook on the last norm, `h.mean() ** 2`", hooked(lambda p, h: h.mean() ** 2, last_norm), "`all_reduce(x)`"),
+    by_number(
+        "a hook, differences of neighbours: `h[1:] - h[:-1]`", hooked(lambda p, h: (h[1:] - h[:-1]).square().mean())
+    ),
+    Case("a hook, a penalty `0.1 * h.pow(2).mean()`", by(hooked(lambda p, h: 0.1 * h.pow(2).mean()))),
+    Case("a hook, `0.1 * h.pow(2).sum() / h.numel()`", by(hooked(lambda p, h: 0.1 * h.pow(2).sum() / h.numel()))),
+    Case(
+        "a hook, pooled over all ranks",
+        by(hooked(lambda p, h: F.cross_entropy(p.whole(h.sum(0)) / S, CLASSES), last_norm)),
+    ),
+    Case(
+        "a logged `losses.max()`, `.min()`, `.argmax()`, a quantile",
+        by(lambda p: logged(p.losses())),
+        "told",
+        "max of rows which are this context rank's is read",
+        "`all_reduce(x, op=ReduceOp.MAX)` before",
+    ),
+    Case("a logged `losses.max()` of all ranks", by(logged_of_all)),
     by_number("the largest loss", lambda p: p.losses().max()),
 ]
 

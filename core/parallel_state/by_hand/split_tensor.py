@@ -32,6 +32,8 @@ class SplitTensor(ListenedTensor):
         with torch._C.DisableTorchFunctionSubclass():
             # our own layers know what a part is; only the program's use is judged
             if torch.compiler.is_compiling() or _called_by_core():
+                if function_name(func) == "all_reduce":
+                    args[0].__class__ = Tensor  # it is of all ranks now
                 return func(*args, **kwargs)
             inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitTensor)]
             seen_by = inputs[0].seen_by() if inputs else None
@@ -45,6 +47,19 @@ class SplitTensor(ListenedTensor):
             result = func(*args, **kwargs)
             seen_by.follow(func, name, inputs, args, kwargs, result)
         return result
+
+
+    def __format__(self, spec: str) -> str:
+        self._is_read("format")
+        return super().__format__(spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        self._is_read("repr")
+        return super().__repr__()
+
+    def _is_read(self, name: str) -> None:
+        if (follower := self.seen_by()) is not None:
+            follower.read(name, self)
 
 
 def _called_by_core() -> bool:
@@ -89,6 +104,9 @@ class Follower:
     def listening(self, hook: Any, axes: Axes) -> Any:
         """What is registered in the place of `hook` on the gradient of what is split as `axes` says."""
         return hook
+
+    def read(self, name: str, tensor: SplitTensor) -> None:
+        """A text is made of what is followed."""
 
     def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a function is called on what is followed. Raises ValueError: it would fail in other words."""
