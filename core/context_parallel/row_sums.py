@@ -36,10 +36,9 @@ from core.parallel_state.collectives.checks import fingerprint
 _LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
 _MEANS = ("mean", "nanmean")
 # of the rows that a rank has they say nothing about the others', in a log as well
-_STATISTICS = """
-    max min amax amin aminmax argmax argmin median nanmedian quantile nanquantile kthvalue topk sort argsort mode std
-    var std_mean var_mean
-""".split()
+_STATISTICS = (*_LARGEST, "aminmax", "argmax", "argmin", "kthvalue", "topk", "sort", "argsort")
+_STATISTICS += ("median", "nanmedian", "quantile", "nanquantile", "mode")
+_STATISTICS += ("std", "var", "std_mean", "var_mean")
 _READS = ("item", "tolist", "numpy", "array", "float", "int", "format", "repr", "str")
 _REMEDY = (
     "A mean over tokens is divided by those of all ranks: n = mask.sum(); all_reduce(n, group=parallel_state."
@@ -123,7 +122,6 @@ class RowSums:
         if not self.told:
             self.told = True
             warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
-
 
     def tell_of_log(self, name: str) -> None:
         """Warn, once, of a statistic of this rank's rows that is read as if it were of all."""
@@ -276,7 +274,8 @@ class _Sums(Follower):
     ) -> None:
         """Note a rank's part of a sum, which was divided by `divisor`, and its gradient once there is one.
 
-        rows: how many rows' losses it is the sum of, over what torch divided it by; 0 where it is a mean. of: the rows.
+        rows: how many rows' losses it is the sum of, over what torch divided it by; 0 where it is a mean.
+        of: the rows.
         """
         if not isinstance(result, Tensor) or not result.requires_grad:
             return

@@ -36,7 +36,7 @@ class Program:
 
     def __init__(self, model, ps, step):
         self.group, self.ranks = ps.group("cp"), ps.size("cp")
-        self.rows, self.model = batch(step, ps), model
+        self.rows, self.model, self.ps, self.step = batch(step, ps), model, ps, step
         self.mask, self.labels = self.rows["loss_mask"], self.rows["labels"]
 
     def losses(self):
@@ -109,6 +109,22 @@ def hooked(of_hidden, part=lambda model: model.decoder.layers[0]):
         return loss + of_hidden(program, kept[0])
 
     return loss_of
+
+
+def from_zero(program):
+    """The rows' own positions are left out."""
+    tokens = program.rows["tokens"]
+    return program.model(tokens, torch.arange(tokens.shape[1]).expand(2, -1), labels=program.labels).mean()
+
+
+def in_halves(program):
+    """The first half of each sequence on one rank, the second on the other."""
+    whole = batch(program.step, ParallelState.single("cpu"))
+    rank = program.ps.coordinate["cp"]
+    tokens, labels, positions = (
+        whole[name].chunk(program.ranks, 1)[rank] for name in ("tokens", "labels", "position_ids")
+    )
+    return program.model(tokens, positions, labels=labels).mean()
 
 
 def last_norm(model):
@@ -203,7 +219,7 @@ CASES = [
         hooked(lambda p, h: F.cross_entropy(h.mean(0), CLASSES)),
         "`all_reduce(x)`",
     ),
-    told("a hook on the last norm, `h.mean() ** 2`", hooked(lambda p, h: h.mean() ** 2, last_norm), "`all_reduce(x)`"),
+    told("a hook on the norm, `h.mean() ** 2`", hooked(lambda p, h: h.mean() ** 2, last_norm), "`all_reduce(x)`"),
     by_number(
         "a hook, differences of neighbours: `h[1:] - h[:-1]`", hooked(lambda p, h: (h[1:] - h[:-1]).square().mean())
     ),
@@ -221,6 +237,20 @@ CASES = [
         "`all_reduce(x, op=ReduceOp.MAX)` before",
     ),
     Case("a logged `losses.max()` of all ranks", by(logged_of_all)),
+    Case(
+        "`position_ids` of 0 to s/cp - 1 on every rank",
+        by(from_zero),
+        "told",
+        "the same on all 2 context ranks.*context_batch",
+        "`context_batch`",
+    ),
+    Case(
+        "sequences cut into halves by hand",
+        by(in_halves),
+        "told",
+        "consecutive rows.*context_batch",
+        "`context_batch`",
+    ),
     by_number("the largest loss", lambda p: p.losses().max()),
 ]
 

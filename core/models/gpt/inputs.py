@@ -180,6 +180,11 @@ def _problem_of_documents(
     return None
 
 
+def _are_consecutive(positions: Tensor) -> bool:
+    """Whether positions [b, s] rise by one from each to the next: the first of several context ranks has a gap."""
+    return positions.shape[1] > 1 and bool((positions.diff(dim=1) == 1).all())
+
+
 class FirstInputs:
     """Checks the first labels and the first mask: mistakes from other libraries' conventions that raise no error."""
 
@@ -196,24 +201,52 @@ class FirstInputs:
         self, tokens: Tensor, position_ids: Tensor, packed: bool, group: Group
     ) -> None:
         """The first rows of the ranks of one sequence: raises ValueError on all of them where they are the same rows,
-        or where only some have documents (`packed`). All-gather of objects over cp, once.
+        or where only some have documents (`packed`). Warns of positions that are not those of these rows.
+        All-gather of objects over cp, once.
         """
         if self._context_seen:
             return
         self._context_seen = True
         # a hash, so that the message stays small whatever the batch
         rows = torch.cat((tokens.flatten(), position_ids.flatten())).cpu().numpy().tobytes()
-        of_ranks = all_gather_objects((hashlib.sha256(rows).hexdigest(), packed), group)
-        with_documents = [rank for rank, (_, has) in zip(group.ranks, of_ranks, strict=True) if has]
+        positions = position_ids.cpu()
+        facts = (
+            hashlib.sha256(rows).hexdigest(),
+            packed,
+            hashlib.sha256(positions.numpy().tobytes()).hexdigest(),
+            _are_consecutive(positions),
+        )
+        of_ranks = all_gather_objects(facts, group)
+        with_documents = [
+            rank for rank, (_, has, *_) in zip(group.ranks, of_ranks, strict=True) if has
+        ]
         if 0 < len(with_documents) < group.size:
             raise ValueError(
                 f"{len(with_documents)} of {group.size} context ranks ({with_documents}) were given document_begin, "
                 "the others none; context_batch(batch, ps) cuts it for all of them"
             )
-        if len({rows for rows, _ in of_ranks}) == 1:
+        if len({rows for rows, *_ in of_ranks}) == 1:
             raise ValueError(
                 f"{group.size} context ranks were given the same {tokens.shape[1]} rows, which are not parts of one "
                 "sequence; context_batch(batch, ps) cuts each rank's rows out of a batch of whole sequences"
+            )
+
+        # positions begin anew with each document, and of one constant nothing can be said
+        if packed or bool((positions == positions[0, 0]).all()):
+            return
+        are_the_same = len({same for *_, same, _ in of_ranks}) == 1
+        if are_the_same or of_ranks[0][3]:
+            what = "the same" if are_the_same else "of consecutive rows"
+            other_ranks = (
+                f"on all {group.size} context ranks"
+                if are_the_same
+                else "on the first context rank"
+            )
+            warnings.warn(
+                f"position_ids are {what} {other_ranks}. Each rank holds an early and a late chunk of every sequence "
+                f"({2 * group.size} chunks), and attention takes its rows for those: context_batch(batch, ps) cuts "
+                "tokens, labels and position_ids of whole sequences so",
+                stacklevel=4,
             )
 
     @torch.compiler.disable

@@ -48,7 +48,6 @@ class SplitTensor(ListenedTensor):
             seen_by.follow(func, name, inputs, args, kwargs, result)
         return result
 
-
     def __format__(self, spec: str) -> str:
         self._is_read("format")
         return super().__format__(spec)
