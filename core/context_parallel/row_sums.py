@@ -36,9 +36,11 @@ from core.parallel_state.collectives.checks import fingerprint
 _LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
 _MEANS = ("mean", "nanmean")
 # of the rows that a rank has they say nothing about the others', in a log as well
-_STATISTICS = (*_LARGEST, "aminmax", "argmax", "argmin", "kthvalue", "topk", "sort", "argsort")
-_STATISTICS += ("median", "nanmedian", "quantile", "nanquantile", "mode")
-_STATISTICS += ("std", "var", "std_mean", "var_mean")
+_STATISTIC_NAMES = """
+    max min amax amin aminmax argmax argmin kthvalue topk sort argsort median nanmedian quantile nanquantile mode
+    std var std_mean var_mean
+"""
+_STATISTICS = frozenset(_STATISTIC_NAMES.split())
 _READS = ("item", "tolist", "numpy", "array", "float", "int", "format", "repr", "str")
 _REMEDY = (
     "A mean over tokens is divided by those of all ranks: n = mask.sum(); all_reduce(n, group=parallel_state."

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
@@ -61,6 +62,10 @@ class SplitTensor(ListenedTensor):
             follower.read(name, self)
 
 
+class SplitParameter(SplitTensor, Parameter):
+    """A parameter that is followed while a program's own forward may read it."""
+
+
 def _called_by_core() -> bool:
     """Whether our code calls, which knows what it is given: torch's frames between are passed over."""
     # 0 is this function, 1 __torch_function__
@@ -92,12 +97,23 @@ class Follower:
         tensor.seen_by = weakref.ref(self)  # type: ignore[attr-defined]
         self._marked.append(weakref.ref(tensor))
 
+    def mark_parameter(self, parameter: Parameter, axes: Axes) -> None:
+        """Follow it; nothing where it has another class (FSDP2's, freed ones) or is followed already."""
+        if type(parameter) is Parameter:
+            parameter.__class__ = SplitParameter
+            parameter.axes = axes  # type: ignore[attr-defined]
+            parameter.partial = ""  # type: ignore[attr-defined]
+            parameter.seen_by = weakref.ref(self)  # type: ignore[attr-defined]
+            self._marked.append(weakref.ref(parameter))
+
     def make_plain(self) -> None:
         """Nobody looks at what was marked any more."""
         for reference in self._marked:
             tensor = reference()
             if type(tensor) is SplitTensor:
                 tensor.__class__ = Tensor  # type: ignore[assignment]
+            elif type(tensor) is SplitParameter:
+                tensor.__class__ = Parameter  # type: ignore[assignment]
         self._marked = []
 
     def listening(self, hook: Any, axes: Axes) -> Any:
