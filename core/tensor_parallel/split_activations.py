@@ -237,6 +237,10 @@ class SplitActivations(Follower):
             if name == "all_reduce":
                 first.__class__ = Tensor  # type: ignore[assignment]  # it is whole now
             return
+        is_guard = first.partial in ("any", "all")
+        if is_guard and name in ("bool", "invert", "logical_not", "or", "and"):
+            self.mark(result, None, first.partial)
+            return
         if not isinstance(result, Tensor):
             is_read = name in (
                 "item",
