@@ -30,7 +30,7 @@ from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
-from core.parallel_state.collectives import Group, all_gather
+from core.parallel_state.collectives import BACKWARD_TAG, Group, all_gather
 from core.parallel_state.collectives.checks import fingerprint
 
 _LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
@@ -320,7 +320,7 @@ class _Sums(Follower):
         assert group is not None
         self._numbers[2] = self._weight_of_totals(gradient)
         numbers = torch.cat((self._numbers, self._factors.numbers))
-        gathered = all_gather(numbers[None], group).cpu()
+        gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
         if message := row_factors.told_of_factors(gathered[:, 3:]):
             self._owner.tell(message, row_factors.REMEDY)
         if message := told_of_totals(gathered[:, 2], group.size):

@@ -248,7 +248,7 @@ CASES = [
         "sequences cut into halves by hand",
         by(in_halves),
         "told",
-        "consecutive rows.*context_batch",
+        "consecutive rows on rank.*context_batch",
         "`context_batch`",
     ),
     by_number("the largest loss", lambda p: p.losses().max()),

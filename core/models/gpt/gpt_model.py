@@ -22,6 +22,7 @@ from core.models.gpt.inputs import (
 from core.models.gpt.layer_numbers import stack_of, stage_layers
 from core.models.gpt.weights import ModelWeights
 from core.parallel_state import (
+    ContextRows,
     ParallelState,
     current_state,
     seeded,
@@ -218,17 +219,22 @@ class GPTModel(ModelWeights):
         else:
             output = self._run_layers(s, tokens, position_ids, mask, labels)
         if is_eager:
-            self._row_sums.end_look()
-        # an executor knows that it sums over the ranks; in a loop of the user's own, mistakes are looked for
-        in_plain_loop = output.requires_grad and not self.stage.driven and is_eager
-        if in_plain_loop and self.config.balances_experts:
-            follow_loss(output, self.stage, is_models=labels is not None)
-        if self._watch is not None and in_plain_loop:
-            replicated = self._output_is_replicated(labels is not None)
-            self._watch.follow_after(self, [output], are_replicated=replicated)
-        if in_plain_loop and self.parallel.size("pp") == 1:
-            self._row_sums.follow(output, rows_dim=1 if self.post_process else 0)
+            self._follow_output(output, is_loss=labels is not None)
         return output
+
+    def _follow_output(self, output: Tensor, *, is_loss: bool) -> None:
+        """After a forward: what a program does with its output and, until the next one, by hand."""
+        self._row_sums.end_look()
+        # an executor knows that it sums over the ranks; in a loop of the user's own, mistakes are looked for
+        if not output.requires_grad or self.stage.driven:
+            return
+        if self.config.balances_experts:
+            follow_loss(output, self.stage, is_models=is_loss)
+        if self._watch is not None:
+            replicated = self._output_is_replicated(is_loss)
+            self._watch.follow_after(self, [output], are_replicated=replicated)
+        if self.parallel.size("pp") == 1:
+            self._row_sums.follow(output, rows_dim=1 if self.post_process else 0)
 
     def end_step(self) -> None:
         """After `optimizer.step()` in a loop of your own: expert biases move, counts of experts' rows begin again.
@@ -358,7 +364,8 @@ class GPTModel(ModelWeights):
                 and (group := self.parallel.group("cp"))
             ):
                 assert position_ids is not None
-                self._first_inputs.check_context(tokens, position_ids, packed, group)
+                rows = ContextRows.of_state(self.parallel)
+                self._first_inputs.check_context(tokens, position_ids, packed, group, rows)
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
         if not self._first_inputs.done and not torch.compiler.is_exporting():
             self._first_inputs.check_first(

@@ -181,7 +181,7 @@ def _problem_of_documents(
 
 
 def _are_consecutive(positions: Tensor) -> bool:
-    """Whether positions [b, s] rise by one from each to the next: the first of several context ranks has a gap."""
+    """Whether positions [b, s] rise by one from each to the next."""
     return positions.shape[1] > 1 and bool((positions.diff(dim=1) == 1).all())
 
 
@@ -198,7 +198,12 @@ class FirstInputs:
 
     @torch.compiler.disable
     def check_context(
-        self, tokens: Tensor, position_ids: Tensor, packed: bool, group: Group
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        packed: bool,
+        group: Group,
+        context: ContextRows,
     ) -> None:
         """The first rows of the ranks of one sequence: raises ValueError on all of them where they are the same rows,
         or where only some have documents (`packed`). Warns of positions that are not those of these rows.
@@ -210,11 +215,12 @@ class FirstInputs:
         # a hash, so that the message stays small whatever the batch
         rows = torch.cat((tokens.flatten(), position_ids.flatten())).cpu().numpy().tobytes()
         positions = position_ids.cpu()
+        held = context.rows(context.size * positions.shape[1])[None].cpu()
         facts = (
             hashlib.sha256(rows).hexdigest(),
             packed,
             hashlib.sha256(positions.numpy().tobytes()).hexdigest(),
-            _are_consecutive(positions),
+            _are_consecutive(positions) and not _are_consecutive(held),
         )
         of_ranks = all_gather_objects(facts, group)
         with_documents = [
@@ -234,20 +240,19 @@ class FirstInputs:
         # positions begin anew with each document, and of one constant nothing can be said
         if packed or bool((positions == positions[0, 0]).all()):
             return
-        are_the_same = len({same for *_, same, _ in of_ranks}) == 1
-        if are_the_same or of_ranks[0][3]:
-            what = "the same" if are_the_same else "of consecutive rows"
-            other_ranks = (
-                f"on all {group.size} context ranks"
-                if are_the_same
-                else "on the first context rank"
-            )
-            warnings.warn(
-                f"position_ids are {what} {other_ranks}. Each rank holds an early and a late chunk of every sequence "
-                f"({2 * group.size} chunks), and attention takes its rows for those: context_batch(batch, ps) cuts "
-                "tokens, labels and position_ids of whole sequences so",
-                stacklevel=4,
-            )
+        of_blocks = [rank for rank, (*_, wrong) in zip(group.ranks, of_ranks, strict=True) if wrong]
+        if len({same for *_, same, _ in of_ranks}) == 1:
+            found = f"the same on all {group.size} context ranks"
+        elif of_blocks:
+            found = f"consecutive rows on rank {of_blocks[0]}"
+        else:
+            return
+        warnings.warn(
+            f"position_ids are {found}. Attention takes the rows of {group.size} context ranks for those that "
+            "context_batch(batch, ps) cuts out of whole sequences, an early and a late chunk of each for every "
+            "rank: let it cut tokens, labels and position_ids",
+            stacklevel=4,
+        )
 
     @torch.compiler.disable
     def check_first(
