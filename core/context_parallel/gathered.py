@@ -4,7 +4,12 @@ import torch
 from torch import Tensor
 
 from core.context_parallel.rows_attention import Attended, Gradients, RowsOfRing
-from core.parallel_state.collectives import Group, reduce_scatter, start_all_gather
+from core.parallel_state.collectives import (
+    BACKWARD_TAG,
+    Group,
+    reduce_scatter,
+    start_all_gather,
+)
 
 
 def forward(
@@ -39,7 +44,7 @@ def backward(
     if group is None:
         dk, dv = gradients.add(rows.own, k, v)
         return gradients.of_queries(), dk, dv
-    pending = start_all_gather(torch.stack((k, v))[None], group)
+    pending = start_all_gather(torch.stack((k, v))[None], group, tag=BACKWARD_TAG)
     own = gradients.add(rows.own, k, v)
     of_ranks = pending.wait()
     # as large as what was gathered; the zeros are keys that no query of this rank sees

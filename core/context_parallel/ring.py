@@ -5,7 +5,7 @@ from torch import Tensor
 
 from core.context_parallel.rows_attention import Attended, Gradients, RowsOfRing
 from core.parallel_state import ParallelState
-from core.parallel_state.collectives import Group, irecv, isend
+from core.parallel_state.collectives import BACKWARD_TAG, Group, irecv, isend
 
 
 class Ring:
@@ -26,12 +26,18 @@ class Ring:
 class Passed:
     """A block on its way to the next rank of the ring, x [contiguous], and the one before's on its way here."""
 
-    def __init__(self, x: Tensor, ring: Ring) -> None:
+    def __init__(self, x: Tensor, ring: Ring, tag: int = 0) -> None:
         to = ring.to
         source = ring.source
-        self._sent = isend(x, 1 - to.rank, to, header=False)
+        self._sent = isend(x, 1 - to.rank, to, tag=tag, header=False)
         self._received = irecv(
-            tuple(x.shape), x.dtype, 1 - source.rank, source, device=x.device, header=False
+            tuple(x.shape),
+            x.dtype,
+            1 - source.rank,
+            source,
+            device=x.device,
+            tag=tag,
+            header=False,
         )
 
     def wait(self) -> Tensor:
@@ -70,13 +76,13 @@ def backward(
     home at the end, where the own part is."""
     gradients = Gradients(rows, grad, q, out, logsumexp)
     keys_and_values = torch.stack((k, v))
-    passed = Passed(keys_and_values, ring)
+    passed = Passed(keys_and_values, ring, BACKWARD_TAG)
     own_k, own_v = gradients.add(rows.own, k, v)
     travelling: Passed | None = None
     for block in rows.others:
         keys_and_values = passed.wait()
         if block is not rows.others[-1]:
-            passed = Passed(keys_and_values, ring)
+            passed = Passed(keys_and_values, ring, BACKWARD_TAG)
         dk, dv = gradients.add(block, keys_and_values[0], keys_and_values[1])
         if travelling is not None:
             sums = travelling.wait()
@@ -85,7 +91,7 @@ def backward(
         keys = slice(block.keys.start, block.keys.stop)
         sums[0][:, :, keys] += dk
         sums[1][:, :, keys] += dv
-        travelling = Passed(sums, ring)
+        travelling = Passed(sums, ring, BACKWARD_TAG)
     assert travelling is not None
     home = travelling.wait()
     return gradients.of_queries(), home[0].add_(own_k), home[1].add_(own_v)

@@ -12,35 +12,48 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from core.context_parallel import row_factors
-from core.context_parallel.row_totals import SCALED, TOTAL, Total, summed_rows, told_of_totals
+from core.context_parallel.row_hooks import HookedRows
+from core.context_parallel.row_selections import loss_outcome, selected
+from core.context_parallel.row_totals import (
+    SCALED,
+    TOTAL,
+    Total,
+    counts_of,
+    summed_rows,
+    told_of_totals,
+)
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
-from core.parallel_state.collectives import Group, all_gather
+from core.parallel_state.collectives import BACKWARD_TAG, Group, all_gather
 from core.parallel_state.collectives.checks import fingerprint
 
-_BY_CLASS = ("cross_entropy", "nll_loss")  # of [n, classes, ...]
-_BY_ELEMENT = [
-    "mse_loss",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "kl_div",
-    "binary_cross_entropy",
-]
-_BY_ELEMENT += ["binary_cross_entropy_with_logits"]
 _LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
 _MEANS = ("mean", "nanmean")
+# of the rows that a rank has they say nothing about the others', in a log as well
+_STATISTIC_NAMES = """
+    max min amax amin aminmax argmax argmin kthvalue topk sort argsort median nanmedian quantile nanquantile mode
+    std var std_mean var_mean
+"""
+_STATISTICS = frozenset(_STATISTIC_NAMES.split())
+_READS = ("item", "tolist", "numpy", "array", "float", "int", "format", "repr", "str")
 _REMEDY = (
     "A mean over tokens is divided by those of all ranks: n = mask.sum(); all_reduce(n, group=parallel_state."
     "get_data_parallel_group(with_context_parallel=True)), and under DataParallel, which averages over that group, "
     "times its size; executors take (sum, tokens). What a head, a norm or a square takes is summed first: "
     "torch.distributed.nn.functional.all_reduce(x, group=parallel_state.get_context_parallel_group())"
+)
+
+
+_LOG_REMEDY = (
+    "Take it over all ranks before it is read: torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX, "
+    "group=parallel_state.get_context_parallel_group()); a median or a quantile wants the losses of all ranks "
+    "(all_gather)"
 )
 
 
@@ -51,9 +64,12 @@ class RowSums:
         # None: one rank has all rows
         self.group = group
         self.told = False
+        self._told_of_log = False
         # data ranks, over which gradients are averaged together with cp
         self.replicas = replicas
         self._forwards = 0
+        self._forwards_inside = 0
+        self._inside = HookedRows()
         self._latest: weakref.ref[_Sums] | None = None
 
     def __deepcopy__(self, memo: dict) -> "RowSums":
@@ -73,6 +89,30 @@ class RowSums:
             sums.mark(output, _axes_of_rows(output, rows_dim))
             self._latest = weakref.ref(sums)
 
+    def look_inside(
+        self, model: nn.Module, shares: tuple[int, ...], *, sums_are_given: bool
+    ) -> None:
+        """Before a forward: follow hidden states that the program's hooks are given, until `end_look`.
+
+        shares: how many rows they may have. sums_are_given: an executor takes sums over rows and divides them itself.
+        """
+        if self.group is None or self.told or not torch.is_grad_enabled():
+            return
+        self._forwards_inside += 1
+        if self._forwards_inside & (self._forwards_inside - 1):
+            return
+
+        def follow(hidden: Tensor) -> None:
+            sums = _Sums(self, hidden, judges_totals=not sums_are_given)
+            hidden.register_hook(sums.compare)
+            sums.mark(hidden, _axes_of_rows(hidden, 0))
+
+        self._inside.attach(model, shares, follow)
+
+    def end_look(self) -> None:
+        """After that forward."""
+        self._inside.detach()
+
     def mark_gathered(self, gathered: Tensor) -> None:
         """Follow [b, s/cp, v] that was gathered from tensor ranks' parts, as the output of that forward."""
         sums = self._latest() if self._latest is not None else None
@@ -85,6 +125,13 @@ class RowSums:
             self.told = True
             warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
 
+    def tell_of_log(self, name: str) -> None:
+        """Warn, once, of a statistic of this rank's rows that is read as if it were of all."""
+        if not self._told_of_log:
+            self._told_of_log = True
+            what = f"{name} of rows which are this context rank's is read: others hold the rest of each sequence"
+            warnings.warn(f"context parallelism: {what}. {_LOG_REMEDY}", stacklevel=6)
+
 
 def _axes_of_rows(x: Tensor, rows_dim: int = 1) -> Axes:
     axes = split_axes.plain(x.shape)
@@ -94,9 +141,10 @@ def _axes_of_rows(x: Tensor, rows_dim: int = 1) -> Axes:
 class _Sums(Follower):
     """What is summed over the rows of one output."""
 
-    def __init__(self, owner: RowSums, output: Tensor) -> None:
+    def __init__(self, owner: RowSums, output: Tensor, *, judges_totals: bool = True) -> None:
         super().__init__()
         self._owner = owner
+        self._judges_totals = judges_totals
         self._count = 0
         self._compared = False
         # norm and mean of the sums' gradients; what all rows together weigh in the loss, if sums alone say so
@@ -131,10 +179,10 @@ class _Sums(Follower):
         try:
             if any(x.requires_grad for x in inputs):
                 self._factors.note(name, inputs, args, kwargs)
-            outcome: Finding | Followed | str | float | None = _selected(name, args, result)
+            outcome: Finding | Followed | str | float | None = selected(name, args, result)
             outcome = (
                 outcome
-                or _follow_loss(name, args, kwargs, result)
+                or loss_outcome(name, args, kwargs, result)
                 or outcome_of(func, name, args, kwargs, result)
             )
         except Exception:
@@ -160,7 +208,7 @@ class _Sums(Follower):
             if name in _MEANS and isinstance(result, Tensor):
                 self._compare_later(result, numbers / max(result.numel(), 1))
             else:
-                self._compare_later(result, 1.0, rows=inputs[0].numel())
+                self._compare_later(result, 1.0, rows=inputs[0].numel(), of=inputs[0])
         elif isinstance(outcome, (int, float)):
             rows = summed_rows(name, args, kwargs)
             self._compare_later(result, outcome, rows=rows)
@@ -171,29 +219,41 @@ class _Sums(Follower):
     def _mark_statistic(self, result: Any, name: str) -> None:
         """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            is_place = name in _STATISTICS  # of the largest, as a number of a row
             if isinstance(tensor, Tensor) and (
-                tensor.is_floating_point() or tensor.dtype is torch.bool
+                tensor.is_floating_point() or tensor.dtype is torch.bool or is_place
             ):
                 self.mark(tensor, None, name)
             if isinstance(tensor, SplitTensor):
-                tensor.counted = tensor.as_subclass(Tensor).clone()  # type: ignore[attr-defined]
+                tensor.counted = tensor.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
 
     def _follow_statistic(
         self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
     ) -> None:
         """Told where it meets what has a gradient, unless somebody has summed it over the ranks meanwhile."""
         numbers = [x for x in inputs if x.partial and torch.equal(x, x.counted)]  # type: ignore[attr-defined]
-        if not numbers or name in ("all_reduce", "backward"):
+        if name == "all_reduce":
+            inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
             return
-        if any(
+        if not numbers or name in ("backward", "grad", "register_hook"):
+            return
+        first = numbers[0]
+        if not isinstance(result, Tensor) and name in _READS:
+            self.read(name, first)
+        # where it has a gradient itself, a hook waits for that
+        elif not first.requires_grad and any(
             isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))
         ):
-            first = numbers[0]
             self._owner.tell(
                 f"{first.partial} of rows which are this context rank's comes to the loss by {name}"
             )
         else:
-            self._mark_statistic(result, numbers[0].partial)
+            self._mark_statistic(result, first.partial)
+
+    def read(self, name: str, tensor: SplitTensor) -> None:
+        """Told of a largest loss and its like; what is a mean's part is left alone, as over data ranks."""
+        if tensor.partial in _STATISTICS and torch.equal(tensor, tensor.counted):  # type: ignore[attr-defined]
+            self._owner.tell_of_log(tensor.partial)
 
     def _tell_if_used(self, finding: Finding, result: Any) -> None:
         """Where a gradient comes back through it: nothing is said of what is only looked at."""
@@ -208,18 +268,23 @@ class _Sums(Follower):
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._owner.tell(what))
+        if finding.name in _STATISTICS:
+            self._mark_statistic(result, finding.name)
 
-    def _compare_later(self, result: Any, divisor: float, rows: float = 0) -> None:
+    def _compare_later(
+        self, result: Any, divisor: float, rows: float = 0, of: Tensor | None = None
+    ) -> None:
         """Note a rank's part of a sum, which was divided by `divisor`, and its gradient once there is one.
 
         rows: how many rows' losses it is the sum of, over what torch divided it by; 0 where it is a mean.
+        of: the rows.
         """
         if not isinstance(result, Tensor) or not result.requires_grad:
             return
         self._count += 1
         place = self._count
-        total = Total(rows)
-        if rows and (self._is_loss or result.dim() == 0):
+        total = Total(rows, counts_of(of, result) if of is not None else frozenset())
+        if rows and self._judges_totals and (self._is_loss or result.dim() == 0):
             self._totals.append(total)
             self._mark_total(result, total)
 
@@ -255,7 +320,7 @@ class _Sums(Follower):
         assert group is not None
         self._numbers[2] = self._weight_of_totals(gradient)
         numbers = torch.cat((self._numbers, self._factors.numbers))
-        gathered = all_gather(numbers[None], group).cpu()
+        gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
         if message := row_factors.told_of_factors(gathered[:, 3:]):
             self._owner.tell(message, row_factors.REMEDY)
         if message := told_of_totals(gathered[:, 2], group.size):
@@ -293,86 +358,3 @@ class _Sums(Follower):
         if self._is_loss:  # masks and weights of rows included
             return gradient.detach().sum()
         return torch.stack(weights).sum()
-
-
-def _selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
-    """Rows that are taken by a mask or by their numbers in this rank's rows: as many as each rank has."""
-    x = args[0] if args else None
-    if name not in ("getitem", "masked_select", "index_select") or not isinstance(x, SplitTensor):
-        return None
-    if name == "masked_select":
-        if split_axes.is_split(x.axes):
-            return [(result, _own_rows(result))]
-        return None
-    index = args[1]
-    if name == "index_select":
-        if index == 0 and split_axes.is_split(x.axes, [0]):
-            return [(result, (*_own_rows(result), *x.axes[1:]))]
-        return None
-    if (
-        isinstance(index, tuple)
-        and index
-        and all(isinstance(i, Tensor) and i.dim() == 1 for i in index)
-    ):
-        if not split_axes.is_split(x.axes, range(len(index))):
-            return None
-        of_each = torch.arange(len(x), device=index[0].device)
-        # `hidden[arange(b), last]`
-        if len(index) > 1 and torch.equal(index[0], of_each):
-            return Finding("cut", name, tuple(x.shape))
-        return [(result, (*_own_rows(result), *x.axes[len(index) :]))]
-    if isinstance(index, tuple):  # `hidden[:, last]`
-        numbered = [dim for dim, i in enumerate(index) if isinstance(i, Tensor)]
-        by_number = split_axes.is_split(x.axes, numbered) and not any(
-            i is None or i is Ellipsis for i in index
-        )
-        if by_number:
-            return Finding("cut", name, tuple(x.shape))
-        return None
-    if not isinstance(index, Tensor):
-        return None
-    dims = index.dim() if index.dtype is torch.bool else 1
-    if not split_axes.is_split(x.axes, range(dims)):
-        return None
-    if index.dtype is not torch.bool and index.dim() != 1:
-        return None
-    return [(result, (*_own_rows(result), *x.axes[dims:]))]
-
-
-def _own_rows(result: Tensor) -> Axes:
-    """Of dim 0: rows that a rank selected among its own."""
-    return (((result.shape[0], True),),)
-
-
-def _follow_loss(
-    name: str, args: tuple, kwargs: dict[str, Any], result: Any
-) -> Finding | Followed | float | None:
-    """A loss of torch's: by what it divided, or its elements' axes."""
-    if name not in _BY_CLASS and name not in _BY_ELEMENT:
-        return None
-    x, target = (
-        args[place] if len(args) > place else kwargs[key]
-        for place, key in enumerate(("input", "target"))
-    )
-    if not isinstance(x, SplitTensor):
-        return None
-    reduction = kwargs.get("reduction", "mean")
-    class_dim = min(1, x.dim() - 1)
-    # classes that are rows, as of spans: a softmax over this rank's
-    if name in _BY_CLASS and split_axes.is_split(x.axes, [class_dim]):
-        return Finding("reduction", name, tuple(x.shape))
-    if reduction == "none":
-        return [(result, split_axes.without(x.axes, [class_dim]) if name in _BY_CLASS else x.axes)]
-    if reduction == "sum":
-        return 1.0
-    if reduction == "batchmean":
-        return float(x.shape[0])
-    if name in _BY_ELEMENT:
-        return float(x.numel())
-    if target.is_floating_point():
-        return x.numel() / x.shape[class_dim]
-    counted_labels = target[target != kwargs.get("ignore_index", -100)]
-    weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-    if weight is not None:
-        return float(weight[counted_labels].sum())
-    return float(counted_labels.numel())

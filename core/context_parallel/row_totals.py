@@ -28,9 +28,13 @@ SCALED = (
 
 @dataclass
 class Total:
-    """What became of one sum over `rows` rows' losses. weight: of these in the program's loss."""
+    """What became of one sum over `rows` rows' losses. weight: of these in the program's loss.
+
+    own_counts: how many of this rank's were summed; who divides by that takes a mean, whatever multiplies it.
+    """
 
     rows: float
+    own_counts: frozenset[float] = frozenset()
     weight: Tensor | None = None
     knows_ranks: bool = (
         False  # the program has thought of the ranks: what it divides by may be right
@@ -41,8 +45,17 @@ class Total:
         if name not in _PRODUCTS:
             return
         numbers = [x for x in args if not isinstance(x, Tensor)]
-        if not numbers or ("mul" in name and any(x in rank_counts for x in numbers)):
+        known = rank_counts if "mul" in name else self.own_counts
+        if not numbers or any(x in known for x in numbers):
             self.knows_ranks = True
+
+
+def counts_of(x: Tensor, result: Tensor) -> frozenset[float]:
+    """How many elements of x, and how many rows of hidden states [s, b, h], are in each number of `result`."""
+    counts = {x.numel(), x.numel() // max(result.numel(), 1)}
+    if x.dim() == 3:
+        counts.add(x.shape[0] * x.shape[1])
+    return frozenset(counts - {1})
 
 
 def summed_rows(name: str, args: tuple, kwargs: dict[str, Any]) -> float:

@@ -1,7 +1,9 @@
 """Parameters that a `DataParallel` cannot sum, or that got nothing to sum, told to the user."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NoReturn
 
+import torch
 from torch.nn import Parameter
 
 from core.autograd.gradients import has_main_grad
@@ -41,4 +43,33 @@ def refuse_unused(unused: Sequence[str], world: Group | None) -> None:
         raise ValueError(
             f"parameters without a gradient in this step: {'; '.join(descriptions)}; freeze them, use them, or leave "
             "require_gradients off"
+        )
+
+
+class RootHook:
+    """A hook of ours on a program's module, called as `hook` is: whoever pickles the whole module meets it first."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __deepcopy__(self, memo: dict) -> "RootHook":
+        return self  # as a function
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a module under DataParallel cannot be pickled whole (torch.save(model)): its weights lie in buckets, "
+            "and hooks gather and sum them. Save model.state_dict(), or core.dist_checkpointing.save, which every "
+            "layout opens; shard.remove() first gives a plain module"
+        )
+
+
+def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError: an optimizer of sparse gradients."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "SparseAdam takes sparse gradients, and under DataParallel all are dense: they are summed in buckets, of "
+            "nn.Embedding(sparse=True) as well. Take torch.optim.AdamW or Adam, or core.optimizer.ShardedAdamW"
         )

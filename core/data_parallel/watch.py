@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
 from core.data_parallel.agreement import BITS, Agreement, options_of
 from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, slot_of
+from core.data_parallel.refusals import RootHook, refuse_sparse
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.environment import reading_waits
 
@@ -60,7 +61,8 @@ class UpdateWatch:
                 if (watch := weak_self()) is not None:
                     watch._before_forward(module)
 
-            self._hooks = [stage.register_forward_pre_hook(before_forward) for stage in stages]
+            hook = RootHook(before_forward)
+            self._hooks = [stage.register_forward_pre_hook(hook) for stage in stages]
 
             def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
                 if (watch := weak_self()) is not None:
@@ -107,6 +109,7 @@ class UpdateWatch:
                     slots.append(slot)
         if not slots:
             return
+        refuse_sparse(optimizer)
         changes = 0.0
         missing = []
         summed = None
@@ -128,6 +131,11 @@ class UpdateWatch:
         self._give_gradients(slots, missing, optimizer, changes, look, len(outside))
         if look and outside:
             self._agreement.compare_outside(outside, type(optimizer).__name__)
+        # ranks have just met: it may read all weights, and nobody waits in vain
+        stepped = {id(slot.parameter) for slot in slots}
+        for buffer in self._buffers:
+            if buffer.stage == 3 and any(id(p) in stepped for p in buffer.parameters):
+                buffer.lend(by_all=True)
         self._agreement.in_optimizer = True
 
     def _give_gradients(

@@ -40,6 +40,8 @@ class VocabParallelEmbedding(PlacedModule):
     Forward: all-reduce (reduce-scatter). Backward: all-gather of dy (sequence parallelism only).
     """
 
+    is_whole_outside = True
+
     def __init__(
         self,
         vocab_size: int,

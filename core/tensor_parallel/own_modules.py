@@ -18,7 +18,8 @@ from core.parallel_state import layout_of
 from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.collectives import Group
 from core.parallel_state.spread import SpreadModule
-from core.tensor_parallel.split_activations import SplitActivations
+from core.tensor_parallel.seen_parts import SplitWeights
+from core.tensor_parallel.split_activations import SplitActivations, is_compiled
 from core.tensor_parallel.watch import SplitWatch
 from core.tensor_parallel.whole_matrices import watch_optimizers
 
@@ -128,6 +129,7 @@ class PlacedModule(SpreadModule):
     input_is_split = False  # whether tensor ranks are given different columns
     # the dim of its weight's output dims of which each rank returns a part
     split_output: int | None = None
+    is_whole_outside = False  # whether it takes and returns what all ranks have alike
 
     def place_in(self, own_modules: OwnModules | None) -> None:
         """Called where the layer is whole."""
@@ -139,6 +141,12 @@ class PlacedModule(SpreadModule):
         super().__setstate__(state)
         if self.own_modules is not None:
             self.own_modules.add(self)
+
+
+def _hooks_in(module: nn.Module) -> list[dict]:
+    """All registries of hooks on what is inside: whoever registers one later makes one longer."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [getattr(part, kind) for part in module.modules() for kind in kinds]
 
 
 def _tensors_of(values: Any) -> list[Tensor]:
@@ -153,7 +161,11 @@ class _Before:
         self._splits_sequence = splits_sequence
         self.watch = SplitWatch(group, warns_of_hooks=False) if group is not None else None
         self._activations = SplitActivations(group) if group is not None else None
+        self._weights = SplitWeights(group) if group is not None else None
         self._forwards = 0
+        # of the modules inside, and how many the program had when it was last looked
+        self._hooks: list[dict] = []
+        self._hooks_seen = 0
 
     def __deepcopy__(self, memo: dict) -> "_Before":
         memo[id(self)] = copy = _Before(self._group, self._splits_sequence)
@@ -167,13 +179,33 @@ class _Before:
         if self.watch is None or any(p.is_meta for p in module.parameters()):
             return
         self.watch.check_before(module, self._shared_inputs(module, args, kwargs))
-        if self._activations is not None and not torch._C._are_functorch_transforms_active():
-            self._forwards += 1
-            if self._forwards == 1:
-                self._activations.attach(module)
-            elif self._forwards > _LOOKED_AT:
-                self._activations.detach()
-                self._activations = None
+        if not torch._C._are_functorch_transforms_active():
+            self._look_inside(module)
+
+    def _look_inside(self, module: nn.Module) -> None:
+        """In the first two forwards, and in two more where hooks were registered since."""
+        assert self._activations is not None and self._weights is not None
+        self._weights.make_plain()
+        self._forwards += 1
+        if self._forwards > _LOOKED_AT:
+            self._activations.detach()
+            hooks = sum(map(len, self._hooks))
+            has_more = hooks > self._hooks_seen
+            self._hooks_seen = hooks
+            if not has_more:
+                return
+            self._forwards = 1
+        if self._forwards == 1:
+            self._hooks = _hooks_in(module)
+            self._activations.attach(module)
+        self._hooks_seen = sum(map(len, self._hooks)) - self._activations.num_hooks
+        if not is_compiled(module):
+            self._weights.mark_in(module)
+
+    def release(self) -> None:
+        """After a forward: weights are listened to otherwise."""
+        if self._weights is not None:
+            self._weights.release()
 
     def _shared_inputs(
         self, module: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -196,6 +228,8 @@ class _After:
         self._before = before
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._before.release()
         if (
             torch.compiler.is_compiling()
             or not torch.is_grad_enabled()

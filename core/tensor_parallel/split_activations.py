@@ -43,6 +43,19 @@ _REMEDIES = {
 }
 
 
+# of a rank's largest value, what may be done before the largest of all ranks is taken
+_EXTREMES = ("max", "min", "amax", "amin")
+_MONOTONE = ("clamp", "clamp_min", "clamp_max", "sqrt", "maximum")
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a part of it is compiled: its guards are on hooks and on classes of tensors."""
+    return any(
+        getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod")
+        for part in module.modules()
+    )
+
+
 class SplitActivations(Follower):
     """Marks what column linears over `group` return, and tells, once for each kind, what is wrong on a part.
 
@@ -69,15 +82,16 @@ class SplitActivations(Follower):
         self.mark(output, split_axes.axes_of_columns(output.shape, output.shape[-1:], 0))
         return self._calls < 2 and not self._told
 
+    @property
+    def num_hooks(self) -> int:
+        """How many of its own are on modules now, in registries of torch's."""
+        return len(self._hooks)
+
     def attach(self, module: nn.Module) -> None:
         """Look at the linears in `module`; not where a part of it is compiled, whose guards are on hooks."""
-        parts = list(module.modules())
-        if any(
-            getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod")
-            for part in parts
-        ):
+        if is_compiled(module):
             return
-        for part in parts:
+        for part in module.modules():
             if getattr(part, "split_output", None) is not None:
                 self._hooks.append(part.register_forward_pre_hook(self._before_column))
                 # before the program's
@@ -111,6 +125,10 @@ class SplitActivations(Follower):
             or torch._C._are_functorch_transforms_active()
         ):
             return
+        self.mark_output(module, output)
+
+    def mark_output(self, module: nn.Module, output: Any) -> None:
+        """Follow what a column linear returns."""
         weight = module.weight
         split_dim = module.split_output
         if isinstance(output, Tensor) and isinstance(weight, Tensor) and isinstance(split_dim, int):
@@ -219,6 +237,10 @@ class SplitActivations(Follower):
             if name == "all_reduce":
                 first.__class__ = Tensor  # type: ignore[assignment]  # it is whole now
             return
+        is_guard = first.partial in ("any", "all")
+        if is_guard and name in ("bool", "invert", "logical_not", "or", "and"):
+            self.mark(result, None, first.partial)
+            return
         if not isinstance(result, Tensor):
             is_read = name in (
                 "item",
@@ -234,11 +256,12 @@ class SplitActivations(Follower):
             if is_read:
                 self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
             return
-        # a sum of parts plus something whole would count the whole once per rank
-        input_ids = {id(x) for x in inputs}
+        # a sum of parts plus something whole would count the whole once per rank; columns by it are not yet right
+        sum_ids = {id(x) for x in inputs if x.partial}
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        others = [x for x in tensors if id(x) not in input_ids]
-        if others or name not in split_functions.LINEAR:
+        others = [x for x in tensors if id(x) not in sum_ids]
+        is_bounded = first.partial in _EXTREMES and name in _MONOTONE and not others
+        if not is_bounded and (others or name not in split_functions.LINEAR):
             self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
         else:
             self.mark(result, None, first.partial)

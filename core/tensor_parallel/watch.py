@@ -9,7 +9,6 @@ are equal on all tensor ranks, split ones are not. A norm of one shard breaks ne
 
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -25,6 +24,7 @@ from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
 from core.tensor_parallel.along_sequence import probe_foreign_modules
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
+from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
 
 _MIXED = (
     "all_reduce by hand adds gradients of different parts of a weight, those of other tensor ranks: average over "
@@ -59,18 +59,6 @@ def _has_full_memory(parameter: Tensor) -> bool:
         )
 
 
-def _modules_between_split(module: nn.Module) -> set[str]:
-    """Names of modules that hold split parameters, and of those that stand beside two such, as an activation does."""
-    named = [name for name, _ in module.named_modules()]
-    holds = {
-        name.rpartition(".")[0]
-        for name, p in module.named_parameters()
-        if "tp" in layout_of(p).split
-    }
-    beside = Counter(name.rpartition(".")[0] for name in holds)
-    return holds | {name for name in named if beside[name.rpartition(".")[0]] > 1}
-
-
 class SplitWatch:
     """Compares weights and inputs over the tensor ranks in forwards 1, 2, 4, 8 ... and in the first one
     after an update. One all-gather of a number per parameter over the group, then; nothing in between.
@@ -93,6 +81,8 @@ class SplitWatch:
         self._sums_foreign = sums_foreign
         self._forwards = 0
         self._warned_of_hooks = not (warns_of_hooks and group is not None)
+        # what hooks on modules between split ones are given
+        self._hooked_parts = HookedParts(group, self._warn_of_hook) if group is not None else None
         self._warned_of_parts = False
         # observes arithmetic between forwards
         self._by_hand: ByHand | None = None
@@ -118,6 +108,8 @@ class SplitWatch:
         """
         if self._by_hand is not None:
             self._by_hand.close()
+        if self._hooked_parts is not None:
+            self._hooked_parts.detach()
         # under torch.func's transforms values cannot be compared
         if torch._C._are_functorch_transforms_active():
             return
@@ -139,7 +131,7 @@ class SplitWatch:
             sum_gradients_of_foreign(module, self._group)
             if self._forwards == 1:
                 probe_foreign_modules(module)
-        self._warn_of_hooks(module)
+        self._look_at_hooks(module)
         if self._group is not None:
             self._compare(self._group, module, [x for x in inputs if x is not None])
         if self._expert_group is not None:
@@ -153,6 +145,8 @@ class SplitWatch:
         outputs: those that want a gradient. are_replicated: every tensor rank has all of them, so that their
         gradients must be the same on all; None: those that have the same values are.
         """
+        if self._hooked_parts is not None:
+            self._hooked_parts.detach()
         self._forwards_with_gradients += 1
         is_compared = not self._forwards_with_gradients & (self._forwards_with_gradients - 1)
         by_hand = self.observe(module, look_again=is_compared)
@@ -204,21 +198,27 @@ class SplitWatch:
         group = self._expert_group if is_expert else self._group
         return group is not None and len(set(ranks_of(heard.group)) & set(group.ranks)) > 1
 
-    def _warn_of_hooks(self, module: nn.Module) -> None:
-        """Warns, once: a user's forward hook sees shards, and parameters that it brings along have no layout."""
-        if self._warned_of_hooks:
+    def _look_at_hooks(self, module: nn.Module) -> None:
+        """A user's forward hook sees shards: what it does with them is followed, or told at once, under
+        sequence parallelism, where parameters that it brings along have no layout as well."""
+        if self._warned_of_hooks or self._hooked_parts is None:
             return
-        split = _modules_between_split(module)
+        split = modules_between_split(module)
+        if not self._sums_foreign:
+            self._hooked_parts.attach(module, split)
+            return
         for name, submodule in module.named_modules():
-            hooks = (*submodule._forward_hooks.values(), *submodule._forward_pre_hooks.values())
-            if any(map(is_foreign, hooks)) and (self._sums_foreign or name in split):
-                self._warned_of_hooks = True
-                seen = _HOOK_OF_PARTS if name in split else _HOOK_OF_ROWS
-                remedy = _USED_IN_ROWS if self._sums_foreign else ""
-                warnings.warn(
-                    f"a forward hook on {name or 'the model'} sees {seen}{remedy}", stacklevel=5
-                )
+            if any(map(is_foreign, hooks_of(submodule))):
+                self._warn_of_hook(name, _HOOK_OF_PARTS if name in split else _HOOK_OF_ROWS)
                 return
+
+    def _warn_of_hook(self, name: str, seen: str = _HOOK_OF_PARTS) -> None:
+        if not self._warned_of_hooks:
+            self._warned_of_hooks = True
+            remedy = _USED_IN_ROWS if self._sums_foreign else ""
+            warnings.warn(
+                f"a forward hook on {name or 'the model'} sees {seen}{remedy}", stacklevel=6
+            )
 
     def _compare(self, group: Group, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         named = list(module.named_parameters())

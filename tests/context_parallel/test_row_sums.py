@@ -1,6 +1,7 @@
 """What a program sums over a context rank's rows: told where one process would go on otherwise, else not a word."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -51,6 +52,11 @@ def total(r, value):
     n = value.clone()
     dist.all_reduce(n, group=r.group)
     return n
+
+
+def largest(x, r):
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=r.group)
+    return x
 
 
 def by_ours(r, n):
@@ -186,9 +192,6 @@ RIGHT = {
         r.losses * (r.losses.detach() > total(r, r.losses.detach().mean()) / 2)
     ).mean(),
     "the largest of all ranks": lambda r: (r.losses * (r.losses.detach() >= of_all(r).topk(5).values.min())).mean(),
-    "statistics in a log": lambda r: (
-        r.losses.mean() + 0 * len(f"{r.losses.detach().mean()} {r.losses.detach().max():.1f}")
-    ),
     "stacked": lambda r: torch.stack([r.losses, 2 * r.losses]).mean(),
     "a detached weight for each": lambda r: ((1 - r.losses.detach().exp()) * r.losses).mean(),
     "by the rows' numbers": lambda r: (r.losses * r.position_ids / S).mean(),
@@ -209,6 +212,22 @@ TOTALS = {  # divided by numbers that know nothing of the ranks
     "logits": lambda r: F.cross_entropy(r.logits.flatten(0, 1), r.labels.flatten(), reduction="sum") / 2,
     "batchmean": lambda r: F.kl_div(r.logits.log_softmax(-1), torch.ones(2, S // 2, V) / V, reduction="batchmean"),
     "mse": lambda r: F.mse_loss(r.logits, torch.zeros(2, S // 2, V), reduction="sum") / 2,
+}
+LOGS = {  # read as if they were of all rows
+    "the largest": lambda r: r.losses.max().item(),
+    "detached": lambda r: float(r.losses.detach().amin()),
+    "where": lambda r: r.losses.argmax().item(),
+    "in a text": lambda r: f"{r.losses.max(1).values:}",
+    "printed": lambda r: print(r.losses.detach().quantile(0.9)),
+    "scaled": lambda r: (r.losses.max() / 2).tolist(),
+    "of logits": lambda r: r.logits.std().item(),
+}
+READ = {  # right, or of no consequence
+    "the largest of all ranks": lambda r: largest(r.losses.detach().max(), r).item(),
+    "the largest of all ranks, by ours": lambda r: float(by_ours(r, r.losses.detach().max())),
+    "a mean": lambda r: r.losses.mean().item(),
+    "a guard": lambda r: bool(r.losses.isnan().any()) or bool(r.losses.max() > 99),
+    "the best class": lambda r: r.logits.argmax(-1).tolist(),
 }
 ARANGE = torch.arange(1, S // 2 + 1)
 BY_POSITION = {  # made of each rank's rows alike
@@ -260,6 +279,22 @@ def totals(mask):
     return all_heard(TOTALS, mask)
 
 
+def read(table):
+    def loss_of(r, look):
+        look(r)
+        return r.losses.mean()
+
+    return {name: heard(partial(loss_of, look=look), UNEQUAL) for name, look in table.items()}
+
+
+def logs():
+    return read(LOGS)
+
+
+def reads():
+    return read(READ)
+
+
 def by_position(mask):
     return all_heard(BY_POSITION, mask)
 
@@ -286,6 +321,14 @@ def test_weights_that_count_from_each_ranks_first_row_are_told(ranks):
         for name, messages in found.items():
             assert len(messages) == 1, (name, messages)
             assert "the same on all 2 context ranks" in messages[0] and "position_ids" in messages[0], name
+
+
+def test_a_statistic_of_own_rows_is_told_where_it_is_read(ranks):
+    for found in ranks(logs, world=2):
+        for name, messages in found.items():
+            assert len(messages) == 1 and "is read" in messages[0] and "ReduceOp.MAX" in messages[0], (name, messages)
+    for found in ranks(reads, world=2):
+        assert not {name: messages for name, messages in found.items() if messages}
 
 
 @pytest.mark.parametrize("job, mask", [(right, UNEQUAL), (own, EQUAL), (right, EQUAL)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import warnings
 from functools import cache
 
 import pytest
@@ -13,7 +14,7 @@ from core.models.gpt import GPTModel, gpt2_spec, llama_spec
 from core.models.huggingface import canonical, from_huggingface, load_huggingface
 from core.parallel_state import ContextRows, ParallelConfig, context_batch
 from core.parallel_state.collectives import all_gather_objects
-from core.pipeline import SingleStage
+from core.pipeline import Pipeline, SingleStage
 from core.training import next_token_loss
 from core.training.generation import generate_batch
 from core.transformer import TransformerConfig
@@ -198,6 +199,41 @@ def against_transformers(kind, cp, comm_type, packed):
     result = executor.step(mine, next_token_loss)
     assert abs(result.loss_sum.item() - loss) <= 1e-10 * abs(loss)
     assert_same(whole_gradients(shard), gradients, 1e-9)
+
+
+def hooked_in_executor(of_hidden, pp, recompute):
+    """What is told of a loss with hidden states that a hook was given."""
+    ps, kept = state(cp=2, pp=pp), []
+    model = GPTModel(small(params_dtype=torch.float64), llama_spec(), VOCAB, S, parallel=ps)
+    part = model.decoder.final_layernorm if ps.is_last_stage else model.decoder.layers[0]
+    part.register_forward_hook(lambda module, args, output: kept.append(output))
+    tokens, labels = torch.randint(VOCAB, (2, 2, S), generator=torch.Generator().manual_seed(1))
+    whole = {"tokens": tokens, "labels": labels, "position_ids": torch.arange(S).expand(2, -1)}
+
+    def loss(output, batch):
+        total, count = next_token_loss(output, batch)
+        return total + count * OF_HIDDEN[of_hidden](kept[-1]), count
+
+    if pp == 1:
+        executor = SingleStage(model, ps=ps)
+    else:
+        executor = Pipeline([model], ps=ps, schedule="zb-h1", num_microbatches=2, recompute=recompute)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        executor.step(context_batch(whole, ps), loss)
+    # pipelines have a word of their own about activations that a loss takes from inside
+    return [text for w in caught if (text := str(w.message)).startswith("context parallelism")]
+
+
+OF_HIDDEN = {"pooled": lambda h: h.mean(0).tanh().sum(), "penalty": lambda h: 0.1 * h.pow(2).mean()}
+
+
+@pytest.mark.parametrize("pp, recompute", [(1, "none"), (2, "none"), (2, "stage")])
+def test_what_an_executors_loss_makes_of_hooked_hidden_states_is_told(ranks, pp, recompute):
+    pooled = ranks(hooked_in_executor, "pooled", pp, recompute, world=2 * pp)
+    assert sorted(map(len, pooled)) == [0] * (2 * pp - 2) + [1, 1]  # on the last stage's ranks
+    assert all("counts otherwise" in message for found in pooled for message in found)
+    assert not any(ranks(hooked_in_executor, "penalty", pp, recompute, world=2 * pp))
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -7,6 +7,7 @@ import torch
 
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.collectives import (
+    BACKWARD_TAG,
     all_gather,
     all_reduce,
     all_to_all,
@@ -83,6 +84,24 @@ def test_ranks_at_different_buckets_are_told_where(ranks):
         other = next(r for r in members if r != rank)
         assert f"rank {rank} waited in vain for rank {other} at layer {members.index(rank)}" in text
         assert "at most 1.5 s" in text and "runs other modules" in text
+
+
+def backward_of_one():
+    ps = ParallelState.build(ParallelConfig(context=2), device="cpu", timeout_s=1.5)
+    group = ps.group("cp")
+    tag = {"tag": BACKWARD_TAG} if group.rank == 0 else {}
+    try:
+        with pytest.raises(RuntimeError) as told:
+            all_gather(torch.ones(4), group, **tag)
+    finally:
+        ps.destroy()
+    return group.rank, str(told.value)
+
+
+def test_a_backward_that_one_rank_leaves_out_never_meets_a_forward(ranks):
+    for place, text in ranks(backward_of_one, world=4):
+        what = "an exchange of parts in a backward pass" if place == 0 else "an exchange of parts (group"
+        assert "waited in vain" in text and what in text
 
 
 CALLS = {

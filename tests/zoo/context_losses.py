@@ -36,7 +36,7 @@ class Program:
 
     def __init__(self, model, ps, step):
         self.group, self.ranks = ps.group("cp"), ps.size("cp")
-        self.rows, self.model = batch(step, ps), model
+        self.rows, self.model, self.ps, self.step = batch(step, ps), model, ps, step
         self.mask, self.labels = self.rows["loss_mask"], self.rows["labels"]
 
     def losses(self):
@@ -96,6 +96,54 @@ def preferred(program, whole):
     chosen = program.logits().log_softmax(-1).gather(-1, labels).squeeze(-1)
     scores = whole((chosen * program.mask).sum(1))
     return -F.logsigmoid(0.1 * (scores[0] - scores[1]))
+
+
+def hooked(of_hidden, part=lambda model: model.decoder.layers[0]):
+    """The mean of the losses, and what is made of the hidden states that a forward hook was given."""
+
+    def loss_of(program):
+        kept = []
+        handle = part(program.model).register_forward_hook(lambda module, args, output: kept.append(output))
+        loss = program.losses().mean()
+        handle.remove()
+        return loss + of_hidden(program, kept[0])
+
+    return loss_of
+
+
+def from_zero(program):
+    """The rows' own positions are left out."""
+    tokens = program.rows["tokens"]
+    return program.model(tokens, torch.arange(tokens.shape[1]).expand(2, -1), labels=program.labels).mean()
+
+
+def in_halves(program):
+    """The first half of each sequence on one rank, the second on the other."""
+    whole = batch(program.step, ParallelState.single("cpu"))
+    rank = program.ps.coordinate["cp"]
+    tokens, labels, positions = (
+        whole[name].chunk(program.ranks, 1)[rank] for name in ("tokens", "labels", "position_ids")
+    )
+    return program.model(tokens, positions, labels=labels).mean()
+
+
+def last_norm(model):
+    return model.decoder.final_layernorm
+
+
+def logged(losses):
+    """Of this rank's rows."""
+    assert float(losses.max()) > 0
+    return losses.mean()
+
+
+def logged_of_all(program):
+    losses = program.losses()
+    largest = losses.detach().max()
+    if program.group is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=program.group.process_group)
+    assert float(largest) > 0
+    return losses.mean()
 
 
 def told(what, loss_of, remedy="`all_reduce(n, group=get_data_parallel_group(with_context_parallel=True))`"):
@@ -165,6 +213,43 @@ CASES = [
         "told",
         "the same on all 2 context ranks",
         '`batch["position_ids"]`',
+    ),
+    told(
+        "a layer's hidden states by a forward hook, pooled: `h.mean(0)`",
+        hooked(lambda p, h: F.cross_entropy(h.mean(0), CLASSES)),
+        "`all_reduce(x)`",
+    ),
+    told("a hook on the norm, `h.mean() ** 2`", hooked(lambda p, h: h.mean() ** 2, last_norm), "`all_reduce(x)`"),
+    by_number(
+        "a hook, differences of neighbours: `h[1:] - h[:-1]`", hooked(lambda p, h: (h[1:] - h[:-1]).square().mean())
+    ),
+    Case("a hook, a penalty `0.1 * h.pow(2).mean()`", by(hooked(lambda p, h: 0.1 * h.pow(2).mean()))),
+    Case("a hook, `0.1 * h.pow(2).sum() / h.numel()`", by(hooked(lambda p, h: 0.1 * h.pow(2).sum() / h.numel()))),
+    Case(
+        "a hook, pooled over all ranks",
+        by(hooked(lambda p, h: F.cross_entropy(p.whole(h.sum(0)) / S, CLASSES), last_norm)),
+    ),
+    Case(
+        "a logged `losses.max()`, `.min()`, `.argmax()`, a quantile",
+        by(lambda p: logged(p.losses())),
+        "told",
+        "max of rows which are this context rank's is read",
+        "`all_reduce(x, op=ReduceOp.MAX)` before",
+    ),
+    Case("a logged `losses.max()` of all ranks", by(logged_of_all)),
+    Case(
+        "`position_ids` of 0 to s/cp - 1 on every rank",
+        by(from_zero),
+        "told",
+        "the same on all 2 context ranks.*context_batch",
+        "`context_batch`",
+    ),
+    Case(
+        "sequences cut into halves by hand",
+        by(in_halves),
+        "told",
+        "consecutive rows on rank.*context_batch",
+        "`context_batch`",
     ),
     by_number("the largest loss", lambda p: p.losses().max()),
 ]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from core.optimizer import clip_grad_norm_
-from tests.zoo.habit_side import RATE, TOLD3, Side, habits, loss_of, steps
+from tests.zoo.habit_side import RATE, Side, habits, loss_of, steps
 
 HABITS, habit = habits()
 
@@ -53,7 +53,7 @@ def zero_between(side: Side) -> dict[str, Tensor]:
     return side.weights(optimizer, model)
 
 
-@habit("p.grad.zero_() with torch.optim.AdamW itself", **TOLD3)
+@habit("p.grad.zero_() with torch.optim.AdamW itself")
 def torch_zero(side: Side) -> dict[str, Tensor]:
     model = side.net()
     wrapped = side.wrap(model)

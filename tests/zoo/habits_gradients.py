@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.zoo.habit_side import RATE, TOLD3, Side, habits, loss_of
+from tests.zoo.habit_side import RATE, Side, habits, loss_of
 
 HABITS, habit = habits()
 
@@ -144,7 +144,7 @@ def short_scaler(side: Side) -> dict[str, Tensor]:
     return side.weights(optimizer, model)
 
 
-@habit("torch.optim.AdamW itself on a wrapped model", **TOLD3)
+@habit("torch.optim.AdamW itself on a wrapped model")
 def torchs_optimizer(side: Side) -> dict[str, Tensor]:
     model = side.net()
     optimizer = side.wrap(model)

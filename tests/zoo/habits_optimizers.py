@@ -180,3 +180,31 @@ def groups(side: Side) -> dict[str, Tensor]:
         optimizer = torch.optim.AdamW(told, lr=RATE, weight_decay=DECAY)
     steps(side, model, optimizer)
     return side.weights(optimizer, model)
+
+
+@habit(
+    "torch.optim.SparseAdam over nn.Embedding(sparse=True)",
+    "takes sparse gradients, and under DataParallel all are dense",
+    "torch.optim.AdamW, Adam",
+    outcome="refused",
+)
+def sparse(side: Side) -> dict[str, Tensor]:
+    model = side.net(lambda: torch.nn.Sequential(torch.nn.Embedding(8, 6, sparse=True), torch.nn.Linear(6, 2)))
+    wrapped = side.wrap(model)
+    optimizer = torch.optim.SparseAdam(model[0].parameters(), lr=RATE)
+    for _ in range(2):
+        model(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    return side.weights(wrapped, model)
+
+
+@habit("torch.optim.SGD itself, from its first step")
+def torchs_sgd(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    wrapped = side.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+    for step in range(3):
+        loss_of(model, side.x(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return side.weights(wrapped, model)

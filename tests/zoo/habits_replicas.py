@@ -249,7 +249,7 @@ class Branch(nn.Module):
         return self.all(torch.cat([self.some(head), tail]))
 
 
-@habit("torch.optim.AdamW, and a layer that only one rank's rows go through", **TOLD3)
+@habit("torch.optim.AdamW, and a layer that only one rank's rows go through")
 def branch(side: Side) -> dict[str, Tensor]:
     model = side.net(Branch)
     wrapped = side.wrap(model)

@@ -33,6 +33,20 @@ def saved(side: Side) -> dict[str, Tensor]:
     return {f"file.{n}": t for n, t in torch.load(file).items()} | side.weights(optimizer, model)
 
 
+@habit(
+    "torch.save(model), the whole module",
+    "cannot be pickled whole .*model.state_dict.., or core.dist_checkpointing.save",
+    "model.state_dict(), core.dist_checkpointing.save",
+    outcome="refused",
+)
+def save_whole(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    steps(side, model, optimizer, 1)
+    torch.save(model, io.BytesIO())
+    return side.weights(optimizer, model)
+
+
 @habit("model.load_state_dict() after the wrap", **TOLD3)
 def loaded(side: Side) -> dict[str, Tensor]:
     model = side.net()

@@ -27,6 +27,8 @@ from tests.zoo.split_model import (
 )
 
 NORM, FC1 = "`core.optimizer.get_grad_norm`", "decoder.layers.0.mlp.linear_fc1"
+FC2, TABLE = "decoder.layers.0.mlp.linear_fc2", "embedding.word_embeddings"
+ROWS = {SEQUENCE: ("told", "a forward hook on .* sees this")}
 
 
 def matrices(model):
@@ -217,6 +219,15 @@ def in_forward(module, look):
     return weights(program)
 
 
+def noisy_output(part, output):
+    torch.manual_seed(0)
+    return output + 0.01 * torch.randn_like(output)
+
+
+def guarded(part, output):
+    assert not output.isnan().any() and output.isfinite().all()
+
+
 def added_to_the_loss(whole):
     """The mean of a layer's squares, heard in a forward hook, as a term of the loss."""
 
@@ -315,10 +326,32 @@ CASES = [
     told("a norm of a weight in a forward hook", in_forward(FC1, lambda part, output: part.weight.norm() and None)),
     told(
         "noise on an activation between split linears, in a forward hook",
-        in_forward(FC1, lambda part, output: None),
+        in_forward(FC1, noisy_output),
         "`gather_from_tensor_region`",
-        "forward hook",
+        "draw the same mask|forward hook",
     ),
+    told(
+        "heads over the deviation of all, in a forward hook on the attention",
+        in_forward(
+            "decoder.layers.0.self_attention.core_attention",
+            lambda part, y: y / y.flatten(2).std(-1)[..., None, None],
+        ),
+        "`gather_from_tensor_region`",
+        "gather_from_tensor_region|forward hook",
+    ),
+    *[
+        Case(f"a forward hook, {what}", in_forward(module, look), elsewhere=ROWS)
+        for what, module, look in (
+            ("elementwise: `torch.nan_to_num(y) * 0.9`", FC1, lambda part, y: torch.nan_to_num(y) * 0.9),
+            ("a guard: `assert not y.isnan().any()`", FC1, guarded),
+            (
+                "on the table, `y / y.norm(dim=-1, keepdim=True)`",
+                TABLE,
+                lambda part, y: y / y.norm(dim=-1, keepdim=True),
+            ),
+            ("on a row linear, `y / y.std(-1, keepdim=True)`", FC2, lambda part, y: y / y.std(-1, keepdim=True)),
+        )
+    ],
     Case(
         "the mean square of a layer's output in a forward hook, added to the loss",
         added_to_the_loss(whole=False),

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from core.data_parallel.buffers.buffers import Buffer
+from core.data_parallel.refusals import RootHook
 from core.data_parallel.weights.table import Members
 
 
@@ -98,7 +99,9 @@ class StageUnits:
 
         # our hook runs first before forward and last after it, so that users' hooks see full parameters
         self._hooks.append(unit.module.register_forward_pre_hook(before, prepend=True))
-        self._hooks.append(unit.module.register_forward_hook(after))
+        # a whole module that is pickled says so by the first hook that is met, the root's
+        last = RootHook(after) if position is None else after
+        self._hooks.append(unit.module.register_forward_hook(last))
         if position is None:
 
             @torch.compiler.disable

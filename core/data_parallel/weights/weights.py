@@ -203,12 +203,15 @@ class Weights:
                 if kind is Parameter:
                     parameter.__class__ = FreedParameter
 
-    def lend(self) -> None:
-        """Stage 3: code outside of the unit reads the values: full until the next step. All-gather."""
+    def lend(self, *, by_all: bool = False) -> None:
+        """Stage 3: code outside of the unit reads the values: full until the next step. All-gather.
+
+        by_all: every rank is known to read now, and the program to know that it does: nothing is said.
+        """
         if self.gathered:
             return
         # warn before the gather: if other ranks do not read, it waits in vain
-        if not self.loan_warnings:
+        if not (by_all or self.loan_warnings):
             self.loan_warnings.append(self.label)
             of_stages = ""
             if (stages := self.ps.size("pp")) > 1:

@@ -70,6 +70,8 @@ class OutputLayer(SpreadModule):
     parallelism only). Backward: all-gather of x again (the same), all-reduce (reduce-scatter) of dx.
     """
 
+    split_output = 0
+
     def __init__(self, build: Build, vocab_size: int, *, tied: bool) -> None:
         super().__init__()
         place = build.place

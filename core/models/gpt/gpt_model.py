@@ -19,18 +19,18 @@ from core.models.gpt.inputs import (
     one_of_two,
     refuse_transforms,
 )
+from core.models.gpt.layer_numbers import stack_of, stage_layers
 from core.models.gpt.weights import ModelWeights
 from core.parallel_state import (
+    ContextRows,
     ParallelState,
     current_state,
     seeded,
 )
 from core.parallel_state.collectives import broadcast
 from core.parallel_state.environment import check_dtype
-from core.parallel_state.modules import Stack
 from core.parallel_state.random import chosen_seed
 from core.parallel_state.spread import keep_layouts
-from core.pipeline.schedule.partition import even
 from core.tensor_parallel import (
     gather_from_sequence_region,
     gather_from_tensor_region,
@@ -206,6 +206,9 @@ class GPTModel(ModelWeights):
                 )
             batch = (tokens if self.pre_process else None, position_ids, attention_mask, labels)
             self._watch.check_before(self, batch)
+        if is_eager := not torch.compiler.is_compiling():
+            shares = (s, s // self.place.tp if self.place.splits_sequence else s)
+            self._row_sums.look_inside(self, shares, sums_are_given=self.stage.driven)
         # Driven by an executor, dropout's seed is a function of (seed, step, microbatch). In a plain loop it is drawn
         # once per forward from torch's generator, so that `torch.manual_seed` and torch's checkpoint work as usual.
         if self.draws and self.training and not self.stage.driven:
@@ -215,18 +218,23 @@ class GPTModel(ModelWeights):
                 output = self._run_layers(s, tokens, position_ids, mask, labels)
         else:
             output = self._run_layers(s, tokens, position_ids, mask, labels)
-        # an executor knows that it sums over the ranks; in a loop of the user's own, mistakes are looked for
-        in_plain_loop = (
-            output.requires_grad and not self.stage.driven and not torch.compiler.is_compiling()
-        )
-        if in_plain_loop and self.config.balances_experts:
-            follow_loss(output, self.stage, is_models=labels is not None)
-        if self._watch is not None and in_plain_loop:
-            replicated = self._output_is_replicated(labels is not None)
-            self._watch.follow_after(self, [output], are_replicated=replicated)
-        if in_plain_loop and self.parallel.size("pp") == 1:
-            self._row_sums.follow(output, rows_dim=1 if self.post_process else 0)
+        if is_eager:
+            self._follow_output(output, is_loss=labels is not None)
         return output
+
+    def _follow_output(self, output: Tensor, *, is_loss: bool) -> None:
+        """After a forward: what a program does with its output and, until the next one, by hand."""
+        self._row_sums.end_look()
+        # an executor knows that it sums over the ranks; in a loop of the user's own, mistakes are looked for
+        if not output.requires_grad or self.stage.driven:
+            return
+        if self.config.balances_experts:
+            follow_loss(output, self.stage, is_models=is_loss)
+        if self._watch is not None:
+            replicated = self._output_is_replicated(is_loss)
+            self._watch.follow_after(self, [output], are_replicated=replicated)
+        if self.parallel.size("pp") == 1:
+            self._row_sums.follow(output, rows_dim=1 if self.post_process else 0)
 
     def end_step(self) -> None:
         """After `optimizer.step()` in a loop of your own: expert biases move, counts of experts' rows begin again.
@@ -356,7 +364,8 @@ class GPTModel(ModelWeights):
                 and (group := self.parallel.group("cp"))
             ):
                 assert position_ids is not None
-                self._first_inputs.check_context(tokens, position_ids, packed, group)
+                rows = ContextRows.of_state(self.parallel)
+                self._first_inputs.check_context(tokens, position_ids, packed, group, rows)
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
         if not self._first_inputs.done and not torch.compiler.is_exporting():
             self._first_inputs.check_first(
@@ -384,15 +393,3 @@ class GPTModel(ModelWeights):
         if self.place.group is not None:
             seed = broadcast(seed.to(self.parallel.device), self.place.group)
         return int(seed.item())
-
-
-def stack_of(config: TransformerConfig) -> Stack:
-    """All layers of a model; where some have experts and others not, parameters of `mlp` are of some layers only."""
-    kinds = tuple(config.has_experts(layer) for layer in range(config.num_layers))
-    return Stack(config.num_layers, {"mlp": kinds} if len(set(kinds)) > 1 else {})
-
-
-def stage_layers(num_layers: int, ps: ParallelState) -> range:
-    """The even share of layers of this rank's pipeline stage, as global numbers."""
-    stage, stages = ps.coordinate["pp"], ps.config.pipeline
-    return even(num_layers, stages)[stage]

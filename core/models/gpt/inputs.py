@@ -187,6 +187,11 @@ def _problem_of_documents(
     return None
 
 
+def _are_consecutive(positions: Tensor) -> bool:
+    """Whether positions [b, s] rise by one from each to the next."""
+    return positions.shape[1] > 1 and bool((positions.diff(dim=1) == 1).all())
+
+
 class FirstInputs:
     """Checks the first labels and the first mask: mistakes from other libraries' conventions that raise no error."""
 
@@ -200,28 +205,61 @@ class FirstInputs:
 
     @torch.compiler.disable
     def check_context(
-        self, tokens: Tensor, position_ids: Tensor, packed: bool, group: Group
+        self,
+        tokens: Tensor,
+        position_ids: Tensor,
+        packed: bool,
+        group: Group,
+        context: ContextRows,
     ) -> None:
         """The first rows of the ranks of one sequence: raises ValueError on all of them where they are the same rows,
-        or where only some have documents (`packed`). All-gather of objects over cp, once.
+        or where only some have documents (`packed`). Warns of positions that are not those of these rows.
+        All-gather of objects over cp, once.
         """
         if self._context_seen:
             return
         self._context_seen = True
         # a hash, so that the message stays small whatever the batch
         rows = torch.cat((tokens.flatten(), position_ids.flatten())).cpu().numpy().tobytes()
-        of_ranks = all_gather_objects((hashlib.sha256(rows).hexdigest(), packed), group)
-        with_documents = [rank for rank, (_, has) in zip(group.ranks, of_ranks, strict=True) if has]
+        positions = position_ids.cpu()
+        held = context.rows(context.size * positions.shape[1])[None].cpu()
+        facts = (
+            hashlib.sha256(rows).hexdigest(),
+            packed,
+            hashlib.sha256(positions.numpy().tobytes()).hexdigest(),
+            _are_consecutive(positions) and not _are_consecutive(held),
+        )
+        of_ranks = all_gather_objects(facts, group)
+        with_documents = [
+            rank for rank, (_, has, *_) in zip(group.ranks, of_ranks, strict=True) if has
+        ]
         if 0 < len(with_documents) < group.size:
             raise ValueError(
                 f"{len(with_documents)} of {group.size} context ranks ({with_documents}) were given document_begin, "
                 "the others none; context_batch(batch, ps) cuts it for all of them"
             )
-        if len({rows for rows, _ in of_ranks}) == 1:
+        if len({rows for rows, *_ in of_ranks}) == 1:
             raise ValueError(
                 f"{group.size} context ranks were given the same {tokens.shape[1]} rows, which are not parts of one "
                 "sequence; context_batch(batch, ps) cuts each rank's rows out of a batch of whole sequences"
             )
+
+        # positions begin anew with each document, and of one constant nothing can be said
+        if packed or bool((positions == positions[0, 0]).all()):
+            return
+        of_blocks = [rank for rank, (*_, wrong) in zip(group.ranks, of_ranks, strict=True) if wrong]
+        if len({same for *_, same, _ in of_ranks}) == 1:
+            found = f"the same on all {group.size} context ranks"
+        elif of_blocks:
+            found = f"consecutive rows on rank {of_blocks[0]}"
+        else:
+            return
+        warnings.warn(
+            f"position_ids are {found}. Attention takes the rows of {group.size} context ranks for those that "
+            "context_batch(batch, ps) cuts out of whole sequences, an early and a late chunk of each for every "
+            "rank: let it cut tokens, labels and position_ids",
+            stacklevel=4,
+        )
 
     @torch.compiler.disable
     def check_first(

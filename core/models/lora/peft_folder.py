@@ -19,7 +19,8 @@ from core.dist_checkpointing.tools.safetensors_files import (
     tensors_by_file,
     write_file,
 )
-from core.models.gpt.gpt_model import GPTModel, stack_of
+from core.models.gpt.gpt_model import GPTModel
+from core.models.gpt.layer_numbers import stack_of
 from core.models.huggingface.rows import Row, rows_of
 from core.models.huggingface.written import form_of_run, form_of_source
 from core.models.lora.config import LoraConfig

@@ -39,6 +39,7 @@ class Heard:
     reduced: str = ""  # the function that made one number of it
     is_penalty: bool = False  # numbers of several weights, summed with a gradient
     is_number: bool = True  # of a reduction: one number, not one for each row
+    along_whole_dims: bool = False  # each rank has all of what was reduced: rows of a column linear
     group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world
 
     @property
@@ -47,7 +48,7 @@ class Heard:
         layout = layout_of(self.parameter)
         is_split = bool({"tp", "ep"} & layout.split.keys())
         is_shard = is_split and tuple(self.parameter.shape) != layout.padded_shape()
-        return is_shard and self.kind in WRONG_ON_SHARDS
+        return is_shard and self.kind in WRONG_ON_SHARDS and not self.along_whole_dims
 
     def message(self, *modules: nn.Module) -> str:
         """What a user reads of a function of a part; the parameter is one of the modules'."""

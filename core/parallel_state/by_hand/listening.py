@@ -33,6 +33,8 @@ from core.parallel_state.by_hand.functions import (
 from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
 from core.parallel_state.by_hand.listening_classes import listening_classes, run_plain
 from core.parallel_state.by_hand.numbers import of_parameter
+from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.whole_dims import axes_of_result
 
 
 def is_foreign(hook: Any) -> bool:
@@ -241,12 +243,12 @@ class ByHand:
             if name == "all_reduce":
                 self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
             on_list = name.startswith("foreach") and not self._in_optimizer
+            axes = axes_of_result(source.parameter, func, name, args, kwargs, result)
             if kind is not None:
                 is_number = not isinstance(result, Tensor) or result.numel() == 1
-                joined = source.joined or on_list
-                self._hear(
-                    replace(source, kind=kind, name=name, joined=joined, is_number=is_number)
-                )
+                heard = replace(source, kind=kind, name=name, joined=source.joined or on_list)
+                is_whole = kind == "reduction" and axes is not None
+                self._hear(replace(heard, is_number=is_number, along_whole_dims=is_whole))
             elif (change := change_of_gradient(func, sources, values)) is not None:
                 self._hear(replace(source, of_gradient=True, kind=change, name=name))
             if self._numbers and (self._in_optimizer or not source.of_gradient):
@@ -263,7 +265,7 @@ class ByHand:
                 and (joins or result.numel() == tensor.numel())
             ):
                 is_new_buffer = self._buffers and name in NEW_BUFFERS and not self._in_optimizer
-                self._follow(result, source, for_good=is_new_buffer)
+                self._follow(result, source, for_good=is_new_buffer, axes=axes)
         return result
 
     def _hear(self, heard: Heard) -> None:
@@ -342,12 +344,20 @@ class ByHand:
         assert listened, "called without a tensor of these classes"
         return listened
 
-    def _follow(self, result: Tensor, source: Heard, *, for_good: bool = False) -> None:
-        """Listen to what is called on `result`, too; for_good: beyond the next forward."""
+    def _follow(
+        self,
+        result: Tensor,
+        source: Heard,
+        *,
+        for_good: bool = False,
+        axes: Axes | None = None,
+    ) -> None:
+        """Listen to what is called on `result`, too; for_good: beyond the next forward. axes: its, where known."""
         # bool: a mask that is counted
         if self.is_open and (result.is_floating_point() or result.dtype is torch.bool):
             result.__class__ = self._result
             result.heard = source  # type: ignore[attr-defined]
+            result.axes = axes  # type: ignore[attr-defined]
             if not for_good:
                 self._followed.append(weakref.ref(result))
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from core.parallel_state.by_hand.whole_dims import axes_of_parameter
+
 
 class Listener(Protocol):
     """Who hears."""
@@ -91,6 +93,7 @@ def listening_classes(by_hand: Listener) -> tuple[type[Parameter], type[Tensor]]
         "__module__": __name__,
     }
     shared["reports_to"] = reference
-    return type("Parameter", (Parameter,), shared), type(
+    of_parameter = {"axes": property(axes_of_parameter)}
+    return type("Parameter", (Parameter,), shared | of_parameter), type(
         "Tensor", (Tensor,), shared | {"__reduce_ex__": reduced}
     )

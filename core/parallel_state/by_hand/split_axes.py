@@ -4,7 +4,7 @@ Axes are a tensor's dims, each a tuple of atoms (size, is split), outermost firs
 are ((3, False), (heads/tp, True), (d, False)). A rank's part of a split atom is a contiguous block of the whole.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain, pairwise
 from math import prod
 
@@ -34,6 +34,14 @@ def axes_of_columns(shape: Sequence[int], sizes: Sequence[int], split_dim: int) 
 def plain(shape: Sequence[int]) -> Axes:
     """Of a tensor that is the same on every rank."""
     return tuple(_joined([(size, False)]) for size in shape)
+
+
+def of_dims(shape: Sequence[int], split_dims: Collection[int]) -> Axes:
+    """Of this rank's part of a weight, which is split along `split_dims`."""
+    return tuple(
+        ((size, True),) if dim in split_dims else _joined([(size, False)])
+        for dim, size in enumerate(shape)
+    )
 
 
 def is_split(axes: Axes, dims: Sequence[int] | None = None) -> bool:

@@ -28,11 +28,11 @@ _LINEAR = """
     add sub mul div truediv neg rsub iadd isub imul itruediv float double half bfloat16 to type_as detach clone
     contiguous view reshape squeeze unsqueeze expand flatten transpose permute getitem view_as sum data
 """
-_SUMS = "sum mean nansum nanmean max min amax amin"
+_SUMS = "sum mean nansum nanmean max min amax amin any all"
 # by the place of their dims among the arguments, and the dims where none are given (None: all)
 _REDUCTIONS = {
     (1, None): """
-        var std var_mean std_mean argmax argmin median nanmedian prod aminmax all any softmax log_softmax softmin
+        var std var_mean std_mean argmax argmin median nanmedian prod aminmax softmax log_softmax softmin
         logsumexp cumsum cumprod count_nonzero mode unique flip gather take_along_dim
     """,
     (2, None): "norm vector_norm quantile nanquantile matrix_norm roll",

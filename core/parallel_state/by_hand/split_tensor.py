@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
@@ -32,6 +33,8 @@ class SplitTensor(ListenedTensor):
         with torch._C.DisableTorchFunctionSubclass():
             # our own layers know what a part is; only the program's use is judged
             if torch.compiler.is_compiling() or _called_by_core():
+                if function_name(func) == "all_reduce":
+                    args[0].__class__ = Tensor  # it is of all ranks now
                 return func(*args, **kwargs)
             inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitTensor)]
             seen_by = inputs[0].seen_by() if inputs else None
@@ -45,6 +48,22 @@ class SplitTensor(ListenedTensor):
             result = func(*args, **kwargs)
             seen_by.follow(func, name, inputs, args, kwargs, result)
         return result
+
+    def __format__(self, spec: str) -> str:
+        self._is_read("format")
+        return super().__format__(spec)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        self._is_read("repr")
+        return super().__repr__()
+
+    def _is_read(self, name: str) -> None:
+        if (follower := self.seen_by()) is not None:
+            follower.read(name, self)
+
+
+class SplitParameter(SplitTensor, Parameter):
+    """A parameter that is followed while a program's own forward may read it."""
 
 
 def _called_by_core() -> bool:
@@ -78,17 +97,31 @@ class Follower:
         tensor.seen_by = weakref.ref(self)  # type: ignore[attr-defined]
         self._marked.append(weakref.ref(tensor))
 
+    def mark_parameter(self, parameter: Parameter, axes: Axes) -> None:
+        """Follow it; nothing where it has another class (FSDP2's, freed ones) or is followed already."""
+        if type(parameter) is Parameter:
+            parameter.__class__ = SplitParameter
+            parameter.axes = axes  # type: ignore[attr-defined]
+            parameter.partial = ""  # type: ignore[attr-defined]
+            parameter.seen_by = weakref.ref(self)  # type: ignore[attr-defined]
+            self._marked.append(weakref.ref(parameter))
+
     def make_plain(self) -> None:
         """Nobody looks at what was marked any more."""
         for reference in self._marked:
             tensor = reference()
             if type(tensor) is SplitTensor:
                 tensor.__class__ = Tensor  # type: ignore[assignment]
+            elif type(tensor) is SplitParameter:
+                tensor.__class__ = Parameter  # type: ignore[assignment]
         self._marked = []
 
     def listening(self, hook: Any, axes: Axes) -> Any:
         """What is registered in the place of `hook` on the gradient of what is split as `axes` says."""
         return hook
+
+    def read(self, name: str, tensor: SplitTensor) -> None:
+        """A text is made of what is followed."""
 
     def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a function is called on what is followed. Raises ValueError: it would fail in other words."""

@@ -2,6 +2,7 @@
 
 from core.parallel_state.collectives.groups import Group, Traffic
 from core.parallel_state.collectives.ops import (
+    BACKWARD_TAG,
     all_gather,
     all_gather_objects,
     all_reduce,
@@ -18,6 +19,7 @@ from core.parallel_state.collectives.p2p import Received, irecv, isend
 from core.parallel_state.collectives.parts import own_part, start_gather_parts, start_sum_into_own
 
 __all__ = [
+    "BACKWARD_TAG",
     "Group",
     "Received",
     "Traffic",

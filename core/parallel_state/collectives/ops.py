@@ -19,6 +19,8 @@ from core.parallel_state.collectives.staged import StagedCollective, to_host
 
 # of the messages inside a composed collective, so that they never match a user's
 TAG = 0x7A11
+# of what belongs to a backward pass: it never meets a forward's message, of a rank that left the backward out
+BACKWARD_TAG = TAG | 0x8000
 
 
 class PendingCollective(Protocol):
@@ -102,20 +104,21 @@ def start_all_reduce(x: Tensor, group: Group | None) -> PendingCollective:
     return Done(x, dist.all_reduce(x, group=group.process_group, async_op=True))
 
 
-def all_gather(x: Tensor, group: Group | None) -> Tensor:
+def all_gather(x: Tensor, group: Group | None, *, tag: int = TAG) -> Tensor:
     """[n, ...] on every rank (at least one dim) -> [n * size, ...], the parts in rank order."""
     if group is not None:
-        return start_all_gather(x, group).wait()
+        return start_all_gather(x, group, tag=tag).wait()
     return x
 
 
-def start_all_gather(x: Tensor, group: Group | None) -> PendingCollective:
-    """`all_gather` beside other work; `wait()` returns the whole."""
+def start_all_gather(x: Tensor, group: Group | None, *, tag: int = TAG) -> PendingCollective:
+    """`all_gather` beside other work; `wait()` returns the whole. tag: where messages make it up, they meet only
+    those of the same tag."""
     if group is None:
         return Done(x)
     if x.device.type in group.staged:
         gathered = x.new_empty((x.shape[0] * group.size, *x.shape[1:]))
-        return StagedCollective(start_all_gather(to_host(x), group.on_host), gathered)
+        return StagedCollective(start_all_gather(to_host(x), group.on_host, tag=tag), gathered)
     start_time = perf_counter()
     x = x.contiguous()
     if group.checked:
@@ -125,7 +128,7 @@ def start_all_gather(x: Tensor, group: Group | None) -> PendingCollective:
     if composes(x, group):
         shards = gathered.chunk(group.size)
         shards[group.rank].copy_(x)
-        _exchange([x] * group.size, list(shards), group)
+        _exchange([x] * group.size, list(shards), group, tag)
     else:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         work = gather(gathered, x, group=group.process_group, async_op=True)
@@ -170,7 +173,9 @@ def start_reduce_scatter(x: Tensor, group: Group | None) -> PendingCollective:
     return Done(local_sum, work)
 
 
-def _exchange(send_buffers: list[Tensor], receive_buffers: list[Tensor], group: Group) -> None:
+def _exchange(
+    send_buffers: list[Tensor], receive_buffers: list[Tensor], group: Group, tag: int = TAG
+) -> None:
     """Send send_buffers[j] to rank j and receive receive_buffers[j] from it, for every other rank j; contiguous."""
     process_group = group.process_group
     size = group.size
@@ -178,14 +183,17 @@ def _exchange(send_buffers: list[Tensor], receive_buffers: list[Tensor], group: 
     # every rank begins with its next neighbour, so that not all send to rank 0 first
     peers = [*range(rank + 1, size), *range(rank)]
     try:
-        sends = [process_group.send([send_buffers[peer]], peer, TAG) for peer in peers]
+        sends = [process_group.send([send_buffers[peer]], peer, tag) for peer in peers]
         receives = [
-            process_group.recv([receive_buffers[peer]], peer, TAG) for peer in reversed(peers)
+            process_group.recv([receive_buffers[peer]], peer, tag) for peer in reversed(peers)
         ]
         for work in receives + sends:
             work.wait(group.timeout)
     except RuntimeError as error:
-        check_answered(error, "an exchange of parts", group)
+        what = "an exchange of parts"
+        if tag == BACKWARD_TAG:
+            what = "an exchange of parts in a backward pass (one that this rank alone runs?)"
+        check_answered(error, what, group)
         raise
 
 

@@ -1,0 +1,53 @@
+"""Follows hidden states that a program's hooks take out of a model whose rows lie over context ranks.
+
+`layer.register_forward_hook` gives a program this rank's rows, [s/cp, b, h]: pooled over dim 0 they are a rank's
+part. Only modules with such hooks are looked at, and only in the forwards that `RowSums` follows.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from core.parallel_state.by_hand import is_foreign
+
+
+class HookedRows:
+    """Hooks of ours before the program's, for one forward."""
+
+    def __init__(self) -> None:
+        self._handles: list[Any] = []
+
+    def attach(
+        self, model: nn.Module, shares: Collection[int], follow: Callable[[Tensor], None]
+    ) -> None:
+        """Call `follow` with the [rows, b, h] that hooks in `model` will be given; nothing where a part is compiled.
+
+        shares: how many rows there may be; sequence parallelism cuts them once more.
+        """
+        self.detach()
+        parts = [part for part in model.modules() if part is not model]
+        if any(part._compiled_call_impl or hasattr(part, "_orig_mod") for part in parts):
+            return
+
+        def mark(values: Any) -> None:
+            for x in pytree.tree_leaves(values):
+                if type(x) is Tensor and x.dim() == 3 and x.requires_grad and len(x) in shares:
+                    follow(x)
+
+        for part in parts:
+            if any(map(is_foreign, part._forward_hooks.values())):
+                self._handles.append(
+                    part.register_forward_hook(lambda _, __, output: mark(output), prepend=True)
+                )
+            if any(map(is_foreign, part._forward_pre_hooks.values())):
+                self._handles.append(
+                    part.register_forward_pre_hook(lambda _, inputs: mark(inputs), prepend=True)
+                )
+
+    def detach(self) -> None:
+        """Take them out."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []

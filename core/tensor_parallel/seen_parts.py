@@ -1,0 +1,157 @@
+"""What a program's own forward and its hooks are shown of weights and activations that tensor ranks split: parts.
+
+Between forwards weights are listened to (`by_hand`). In a forward our layers read them all the time, and only what a
+program itself computes of them is judged: a norm of `self.fc1.weight`, `weight.abs().max()` as a quantiser's scale.
+Linears by hand, elementwise functions and what goes along whole rows or columns are right.
+"""
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from core.parallel_state.by_hand import is_foreign, split_axes
+from core.parallel_state.by_hand.split_functions import Finding
+from core.parallel_state.by_hand.split_tensor import SplitParameter
+from core.parallel_state.collectives import Group
+from core.parallel_state.layout import layout_of
+from core.tensor_parallel.split_activations import SplitActivations, is_compiled
+
+_REMEDIES = {
+    "cut": "rows and columns by number are this rank's",
+    "draw": "ranks that are seeded alike draw the same for their parts: give each a generator of its own",
+}
+_WHOLE = (
+    "core.tensor_parallel.full_tensor(weight) is the whole, with a gradient; a sum may go through "
+    "reduce_from_tensor_region(sum, group), a largest value through all_reduce(x, op=MAX)"
+)
+
+
+def axes_of_parameter(parameter: Parameter) -> split_axes.Axes:
+    """Which of its dims tensor ranks split."""
+    return split_axes.of_dims(parameter.shape, {layout_of(parameter).split["tp"]})
+
+
+class SplitWeights(SplitActivations):
+    """Follows the split weights of modules during a forward, and tells once of each kind."""
+
+    def __deepcopy__(self, memo: dict) -> "SplitWeights":
+        return SplitWeights(self._group)
+
+    def mark_in(self, *parts: nn.Module) -> None:
+        """Until `release`; what the program computed of them is followed to where it is used, until `make_plain`."""
+        for part in parts:
+            for parameter in part.parameters():
+                layout = layout_of(parameter)
+                if "tp" in layout.split and tuple(parameter.shape) != layout.padded_shape():
+                    self.mark_parameter(parameter, axes_of_parameter(parameter))
+
+    def release(self) -> None:
+        """After a forward weights are plain: they are listened to otherwise."""
+        kept = []
+        for reference in self._marked:
+            tensor = reference()
+            if type(tensor) is SplitParameter:
+                tensor.__class__ = Parameter  # type: ignore[assignment]
+            elif tensor is not None:
+                kept.append(reference)
+        self._marked = kept
+
+    def _tell(self, finding: Finding) -> None:
+        if finding.kind in self._told:
+            return
+        self._told.add(finding.kind)
+        where = "its result, " if finding.deferred else ""
+        warnings.warn(
+            f"{finding.name} in a forward sees ({where}{list(finding.shape)}) this tensor rank's part of a weight, "
+            f"1/{self._group.size} of it: {_REMEDIES.get(finding.kind, _WHOLE)}",
+            stacklevel=6,
+        )
+
+
+class HookedParts:
+    """Follows what a program's forward hooks are given in a model, for one forward at a time.
+
+    tell: called with the name of a module of whose tensors nobody knows which dims are split.
+    """
+
+    def __init__(self, group: Group, tell: Callable[[str], None]) -> None:
+        self._activations = SplitActivations(group)
+        self._weights = SplitWeights(group)
+        self._tell = tell
+        self._handles: list[Any] = []
+
+    def attach(self, model: nn.Module, names: set[str]) -> None:
+        """Look at hooks on the modules `names`, until `detach`."""
+        self.detach()
+        hooked = {
+            name: part
+            for name, part in model.named_modules()
+            if name in names and any(map(is_foreign, hooks_of(part)))
+        }
+        for name, part in hooked.items():
+            before, after = self._marks(part)
+            if before is None or is_compiled(model):
+                self._tell(name)
+                continue
+            self._weights.mark_in(part)
+            self._handles.append(part.register_forward_pre_hook(before, prepend=True))
+            self._handles.append(part.register_forward_hook(after, prepend=True))
+
+    def detach(self) -> None:
+        """Take our hooks out, and make weights plain again; activations belong to the program."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._weights.release()
+
+    def _marks(self, part: nn.Module) -> tuple[Any, Any]:
+        """Hooks that mark its input and its output; None of a part with split weights that is no linear of ours."""
+        if getattr(part, "split_output", None) is not None:
+            return _nothing, self._mark_output
+        if getattr(part, "input_is_split", False):
+            return self._mark_inputs, _nothing
+        if getattr(part, "is_whole_outside", False):
+            return _nothing, _nothing
+        if any("tp" in layout_of(p).split for p in part.parameters()):
+            return None, None
+        return self._mark_inputs, self._mark_output
+
+    def _mark_inputs(self, part: nn.Module, args: tuple) -> None:
+        self._mark(args)
+
+    def _mark_output(self, part: nn.Module, args: tuple, output: Any) -> None:
+        if isinstance(getattr(part, "split_output", None), int) and part.weight is not None:
+            self._activations.mark_output(part, output)
+        else:
+            self._mark(output)
+
+    def _mark(self, values: Any) -> None:
+        """[s, b, h/tp], or heads [s, b, n/tp, d]."""
+        for x in values if isinstance(values, tuple) else (values,):
+            if isinstance(x, Tensor) and x.dim() in (3, 4) and x.is_floating_point():
+                self._activations.mark(x, split_axes.of_dims(x.shape, {2}))
+
+
+def _nothing(part: nn.Module, *values: Any) -> None:
+    """Whole on every rank."""
+
+
+def hooks_of(part: nn.Module) -> tuple:
+    """Those of its forward."""
+    return (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+
+
+def modules_between_split(module: nn.Module) -> set[str]:
+    """Names of modules that hold split parameters, and of those that stand beside two such, as an activation does."""
+    named = [name for name, _ in module.named_modules()]
+    holds = {
+        name.rpartition(".")[0]
+        for name, p in module.named_parameters()
+        if "tp" in layout_of(p).split
+    }
+    beside = Counter(name.rpartition(".")[0] for name in holds)
+    return holds | {name for name in named if beside[name.rpartition(".")[0]] > 1}

@@ -1,0 +1,107 @@
+"""What a module of one's own computes of its parallel weights inside its forward, and hooks that come late."""
+
+import torch
+from torch.nn import functional as F
+
+from core.parallel_state import ParallelState
+from core.tensor_parallel import copy_to_tensor_region, full_tensor, reduce_from_tensor_region
+from tests.states import state
+from tests.zoo.case import Case
+from tests.zoo.own_model import ONE, Feedforward, batch, train, weights
+
+FULL = "`core.tensor_parallel.full_tensor(weight)`"
+
+
+class ByWeight(Feedforward):
+    """The first linear by hand, with `function(weight)`; a penalty of its weight, `penalty_of(weight, place)`."""
+
+    def __init__(self, place, function=lambda w: w, penalty_of=None):
+        super().__init__(place)
+        self.function, self.penalty_of, self.place, self.penalty = function, penalty_of, place, 0.0
+
+    def forward(self, x):
+        if self.penalty_of is not None:
+            self.penalty = self.penalty_of(self.up.weight, self.place)
+        y = F.linear(copy_to_tensor_region(x, self.place.group), self.function(self.up.weight), self.up.bias)
+        return self.down(F.gelu(y))
+
+
+def loss_of(model, step):
+    tokens, labels = batch(step)
+    return F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()) + 0.1 * model.feedforward.penalty
+
+
+def used(function):
+    return weights(train, feedforward=lambda place: ByWeight(place, function))
+
+
+def penalized(penalty_of):
+    return weights(
+        lambda model: train(model, loss=loss_of), feedforward=lambda place: ByWeight(place, penalty_of=penalty_of)
+    )
+
+
+def rounded(w, scale):
+    """To 8 bits, with the gradient of what is rounded."""
+    return w + ((w / scale * 127).round() * scale / 127 - w).detach()
+
+
+def whole_norm(weight, place):
+    ps = state(tp=place.tp) if place.tp > 1 else ParallelState.single("cpu")
+    return full_tensor(weight, parallel=ps).norm()
+
+
+def late(function):
+    """A forward hook on the first linear after some steps."""
+
+    def program(model):
+        train(model)
+        model.feedforward.up.register_forward_hook(lambda module, args, y: function(y))
+        train(model)
+
+    return weights(program)
+
+
+def renormed(dim):
+    """Norms of columns or rows bound after each step."""
+
+    def program(model):
+        for _ in range(3):
+            train(model, steps=1)
+            with torch.no_grad():
+                for name, w in model.named_parameters():
+                    if name.endswith("up.weight"):
+                        w.div_(w.norm(dim=dim, keepdim=True).clamp(min=0.2))
+
+    return weights(program)
+
+
+def told(what, run, remedy=FULL, says="part of a weight.*full_tensor"):
+    return Case(what, run, "told", says, remedy, elsewhere={ONE: ("right", "")})
+
+
+CASES = [
+    told("a norm of `self.up.weight` in forward, for a penalty", penalized(lambda w, place: w.norm())),
+    told("`self.up.weight.pow(2).sum()` in forward", penalized(lambda w, place: w.pow(2).sum())),
+    told("a quantiser's scale in forward, `weight.abs().max()`", used(lambda w: rounded(w, w.detach().abs().max()))),
+    told("a weight over its norm in forward", used(lambda w: w / w.norm())),
+    Case("`full_tensor(weight).norm()` in forward", penalized(whole_norm)),
+    Case(
+        "a sum of a weight by `reduce_from_tensor_region` in forward",
+        penalized(lambda w, place: reduce_from_tensor_region(w.pow(2).sum(), place.group)),
+    ),
+    Case("a linear by hand with `weight * 2`, `weight.t()`", used(lambda w: (w.t() * 2).mT)),
+    Case(
+        "a scale of each row of a column linear", used(lambda w: rounded(w, w.detach().abs().amax(1, keepdim=True)))
+    ),
+    Case("rows of a column linear of norm 1", used(lambda w: w / torch.linalg.vector_norm(w, dim=1, keepdim=True))),
+    Case("after each step, rows of a column linear of norm 1", renormed(1)),
+    told("after each step, columns of a column linear of norm 1", renormed(0), says="by hand.*full_tensor"),
+    told(
+        "a hook that comes after some steps, `y / y.std(-1)`",
+        late(lambda y: y / y.std(-1, keepdim=True)),
+        "`gather_from_tensor_region`",
+        "gather_from_tensor_region",
+    ),
+    Case("a hook that comes after some steps, `torch.nan_to_num(y) * 2`", late(lambda y: torch.nan_to_num(y) * 2)),
+]
