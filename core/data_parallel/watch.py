@@ -12,10 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from core.data_parallel.agreement import BITS, Agreement, options_of
 from core.data_parallel.buffers.buffers import Buffer
@@ -23,6 +19,7 @@ from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, s
 from core.data_parallel.refusals import RootHook, refuse_sparse
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.environment import reading_waits
+from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
 
 class UpdateWatch:
@@ -63,21 +60,8 @@ class UpdateWatch:
 
             hook = RootHook(before_forward)
             self._hooks = [stage.register_forward_pre_hook(hook) for stage in stages]
-
-            def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                if (watch := weak_self()) is not None:
-                    watch._before_optimizer(optimizer)
-
-            def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-                if (watch := weak_self()) is not None:
-                    watch._agreement.in_optimizer = False
-
-            for handle in (
-                register_optimizer_step_pre_hook(before_step),
-                register_optimizer_step_post_hook(after_step),
-            ):
-                weakref.finalize(self, handle.remove)
-                self._hooks.append(handle)
+            self._hooks.append(before_optimizer_steps(self._before_optimizer))
+            self._hooks.append(after_optimizer_steps(self._after_optimizer))
 
     def remove(self) -> None:
         """Take the hooks out."""
@@ -87,8 +71,11 @@ class UpdateWatch:
 
     # torch's optimizers
 
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._agreement.in_optimizer = False
+
     @torch.no_grad()
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """All ranks meet: the same options, the same gradients that were put in by hand, the same weights.
 
         A parameter that only other ranks reached has a gradient here too, as under DDP.

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from core.parallel_state.by_hand import ByHand, Heard, is_foreign, make_plain
 from core.parallel_state.layout import layout_of
+from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
 # each element is updated by its own gradient and states: right on every layout
 _ELEMENTWISE = (
@@ -82,6 +79,10 @@ class _OptimizerWatch:
             self._by_hand.close()
             self._eager.close()
 
+    def end(self) -> None:
+        """The model is gone."""
+        self._by_hand.end()
+
     def _hear(self, heard: Heard) -> None:
         if self._optimizer is None or heard.kind == "shape":
             return
@@ -112,11 +113,10 @@ def _is_split(parameter: nn.Parameter) -> bool:
 def watch_optimizers(model: nn.Module) -> None:
     """Warn, once, of an optimizer that uses full matrices of `model`, which are split or fused here.
 
-    Through torch's hooks on every optimizer's step; they go with the model.
+    Through torch's hooks on every optimizer's step, as long as the model is there.
     """
     watch = _OptimizerWatch(model)
-    for register, method in (
-        (register_optimizer_step_pre_hook, watch.before_step),
-        (register_optimizer_step_post_hook, watch.after_step),
-    ):
-        weakref.finalize(model, register(method).remove)
+    before_optimizer_steps(watch.before_step)
+    after_optimizer_steps(watch.after_step)
+    # who listens is held weakly: this holds it as long as the model is there
+    weakref.finalize(model, watch.end)

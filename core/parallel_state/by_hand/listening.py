@@ -16,10 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand.changes import change_of_gradient
@@ -35,6 +31,7 @@ from core.parallel_state.by_hand.listening_classes import listening_classes, run
 from core.parallel_state.by_hand.numbers import of_parameter
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.whole_dims import axes_of_result
+from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
 
 def is_foreign(hook: Any) -> bool:
@@ -81,10 +78,10 @@ class ByHand:
         # a tensor's hooks, which one, what it was
         self._wrapped: list[tuple[dict, int, Callable]] = []
         self._parameter, self._result = listening_classes(self)
-        # torch's hooks are of the process: they refer weakly, and go with this object
-        before = register_optimizer_step_pre_hook(_weak_hook(self, ByHand._before_optimizer))
-        after = register_optimizer_step_post_hook(_weak_hook(self, ByHand._after_optimizer))
-        self._hooks = [weakref.finalize(self, hook.remove) for hook in (before, after)]
+        self._step_listeners = [
+            before_optimizer_steps(self._before_optimizer),
+            after_optimizer_steps(self._after_optimizer),
+        ]
 
     def open(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
@@ -130,8 +127,8 @@ class ByHand:
     def end(self) -> None:
         """Close, and take torch's hooks out: nothing is listened to again."""
         self.close()
-        for remove in self._hooks:
-            remove()
+        for listener in self._step_listeners:
+            listener.remove()
 
     def pause_in_backward(self, gradient: Tensor) -> None:
         """A hook on what a backward begins with: until its end parameters are plain, and cost no Python calls."""
@@ -139,7 +136,9 @@ class ByHand:
             parameter.__class__ = Parameter
         torch.autograd.Variable._execution_engine.queue_callback(self._listening)
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_open:
+            return
         # an optimizer around another, sharpness-aware, say, is the one that counts
         if self._stepping not in (None, id(optimizer)):
             return
@@ -153,8 +152,8 @@ class ByHand:
         else:
             self._plain()
 
-    def _after_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._stepping != id(optimizer):
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.is_open or self._stepping != id(optimizer):
             return
         self._stepping = None
         if self._in_optimizer:
@@ -378,16 +377,3 @@ def _called_inside(
     if listener is None or not listener.is_open or not called_by_program(sys._getframe(2)):
         return
     listener.heard_inside(source, func, result, norm_of)
-
-
-def _weak_hook(
-    by_hand: ByHand, method: Callable[[ByHand, torch.optim.Optimizer], None]
-) -> Callable[..., None]:
-    """A hook that does not keep `by_hand` alive."""
-    reference = weakref.ref(by_hand)
-
-    def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if (listener := reference()) is not None and listener.is_open:
-            method(listener, optimizer)
-
-    return hook

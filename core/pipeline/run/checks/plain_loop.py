@@ -2,20 +2,19 @@
 gradient clipping by the norm of one stage, a DDP over ranks of other stages, another batch per rank."""
 
 import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.collectives import all_gather, all_gather_objects
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
+from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import Hears, SkippedUpdateWatch, StageArithmetic
 
@@ -90,15 +89,7 @@ class ScaleWatch:
         self._samples: list[SampledElements] = []
         # [1]: of this rank's gradients, NaN if they have not one factor
         self._factor: Tensor | None = None
-        # torch's registry of hooks must not keep a pipeline alive
-        weak_self = weakref.ref(self)
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            watch = weak_self()
-            if watch is not None:
-                watch._look_at_factors(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        before_optimizer_steps(self._look_at_factors)
 
     @torch.no_grad()
     def after_step(self) -> bool:
@@ -116,7 +107,7 @@ class ScaleWatch:
         self._samples = SampledElements.of_smallest(dict.fromkeys(parameters_of(self._modules)))
         return True
 
-    def _look_at_factors(self, optimizer: torch.optim.Optimizer) -> None:
+    def _look_at_factors(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if not self._samples or self._factor is not None:
             return
         optimized_ids = _ids_of_optimized(optimizer)
@@ -157,24 +148,6 @@ def _ids_of_optimized(optimizer: torch.optim.Optimizer) -> set[int]:
     return optimized_ids
 
 
-def _refuse_lbfgs_of(ps: ParallelState, modules: Sequence[nn.Module]) -> Callable[..., None]:
-    """A hook before optimizers' steps. Raises ValueError: products over one pipeline rank's parameters."""
-    weak_modules = [weakref.ref(module) for module in modules]
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not isinstance(optimizer, torch.optim.LBFGS):
-            return
-        alive = [module for weak in weak_modules if (module := weak()) is not None]
-        optimized_ids = _ids_of_optimized(optimizer)
-        if any(id(p) in optimized_ids for p in parameters_of(alive)):
-            raise ValueError(
-                f"LBFGS takes products over all parameters, and sees those of 1 of {ps.size('pp')} pipeline ranks; "
-                "use an elementwise optimizer (AdamW, SGD), or a pipeline of 1 rank"
-            )
-
-    return before_step
-
-
 class PlainLoopWatch:
     """Around a pipeline whose weights a loop of the user's updates: clipping, arithmetic by hand, skipped steps.
 
@@ -194,8 +167,19 @@ class PlainLoopWatch:
         self.updates = SkippedUpdateWatch(ps, modules) if owns_updates else None
         self._arithmetic = StageArithmetic(modules, sums)
         self._arithmetic.open()
-        hook = register_optimizer_step_pre_hook(_refuse_lbfgs_of(ps, modules))
-        weakref.finalize(self, hook.remove)
+        self._stages = ps.size("pp")
+        before_optimizer_steps(self._refuse_lbfgs)
+
+    def _refuse_lbfgs(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Raises ValueError: products over one pipeline rank's parameters."""
+        if not isinstance(optimizer, torch.optim.LBFGS):
+            return
+        optimized_ids = _ids_of_optimized(optimizer)
+        if any(id(p) in optimized_ids for p in parameters_of(self._modules)):
+            raise ValueError(
+                f"LBFGS takes products over all parameters, and sees those of 1 of {self._stages} pipeline ranks; "
+                "use an elementwise optimizer (AdamW, SGD), or a pipeline of 1 rank"
+            )
 
     def before_call(self) -> None:
         """A call of the pipeline begins: what it does with parameters is not by hand."""

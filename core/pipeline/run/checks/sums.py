@@ -5,16 +5,15 @@ shows; under SGD, and where gradients are clipped, it is another training.
 """
 
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from core.autograd import GradSync, has_main_grad
 from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
+from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.plain_loop import (
     UNIFORM,
@@ -63,14 +62,7 @@ class SumsWatch:
         # id of a parameter -> of its gradient, as the step left it
         self._states: dict[int, tuple[int, ...]] = {}
         self._samples: list[SampledElements] = []
-        # torch's registry of hooks must not keep an executor alive
-        weak_self = weakref.ref(self)
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (watch := weak_self()) is not None and watch._result is not None:
-                watch._look(optimizer, args, kwargs)
-
-        weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        before_optimizer_steps(self._look)
 
     def close(self) -> None:
         """Of an executor whose losses are means already: there is nothing to tell."""
@@ -132,7 +124,8 @@ class SumsWatch:
     ) -> None:
         result = self._result
         states = self._states
-        assert result is not None
+        if result is None:
+            return
         takes_tokens = hasattr(optimizer, "shard")
         # args[0] is the optimizer
         given = kwargs.get("num_tokens", args[1] if len(args) > 1 else None)
