@@ -1,5 +1,5 @@
-"""The optimizer step over sharded and replicated parameters: AdamW, SGD, Muon, Lion, LAMB over flat buffers, mixed
-precision with main weights, gradient clipping by the global norm, learning-rate schedules, offloading.
+"""The optimizer step over sharded and replicated parameters: AdamW (also of 8 bits), SGD, Muon, Lion, LAMB over flat
+buffers, mixed precision with main weights, gradient clipping by the global norm, learning-rate schedules, offloading.
 
 Names are loaded at first use: a configuration is read without the code that trains.
 """
@@ -10,6 +10,7 @@ from core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from core.optimizer.adamw import ShardedAdamW as ShardedAdamW
+    from core.optimizer.adamw import ShardedAdamW8bit as ShardedAdamW8bit
     from core.optimizer.build import build_optimizer as build_optimizer
     from core.optimizer.config import OptimizerConfig as OptimizerConfig
     from core.optimizer.lamb import ShardedLamb as ShardedLamb

@@ -1,7 +1,7 @@
 """The optimizer that a configuration names."""
 
 from core.data_parallel import DataParallel
-from core.optimizer.adamw import ShardedAdamW
+from core.optimizer.adamw import ShardedAdamW, ShardedAdamW8bit
 from core.optimizer.by_name import groups_by_name
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.lamb import ShardedLamb
@@ -30,6 +30,8 @@ def build_optimizer(
         return ShardedMuon(
             shard, config, groups=groups, hidden=_hidden_matrices(config.muon_except)
         )
+    if config.optimizer == "adamw8bit":
+        return ShardedAdamW8bit(shard, config, offload=offload, groups=groups)
     if config.optimizer == "sgd":
         return ShardedSGD(shard, config, offload=offload, groups=groups)
     if config.optimizer == "lion":

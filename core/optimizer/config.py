@@ -7,7 +7,7 @@ from core.optimizer.schedules.deepspeed import SCHEDULES, DeepSpeedSchedule, sch
 from core.optimizer.schedules.schedule import LR_SCHEDULES, LearningRate
 from core.parallel_state.config import raise_all
 
-OPTIMIZERS = ("adamw", "sgd", "muon", "lion", "lamb")
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "muon", "lion", "lamb")
 MUON_LR_SCALES = ("match_rms_adamw", "original")
 DECAY_CHOICES = ("matrices", "all")
 # step counts are multiplied by fractions, in floats: larger ones lose precision
@@ -65,7 +65,7 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 does not clip."""
 
     optimizer: str = "adamw"
-    """adamw, sgd (with momentum 0.9 and weight_decay, unless they are 0), muon, lion or lamb."""
+    """adamw, adamw8bit, sgd (with momentum 0.9 and weight_decay, unless they are 0), muon, lion or lamb."""
 
     momentum: float | None = None
     """Of sgd and muon; None: 0.9 of sgd, 0.95 of muon, its publication's."""
@@ -224,6 +224,7 @@ class OptimizerConfig:
         """The kinds of states, beside main weights, of which each trained parameter of a model has some or all."""
         kinds = {
             "adamw": ("exp_avg", "exp_avg_sq"),
+            "adamw8bit": ("exp_avg", "exp_avg_sq"),
             "sgd": ("momentum_buffer",) if self.first_momentum else (),
             "lion": ("exp_avg",),
             "lamb": ("exp_avg", "exp_avg_sq"),

@@ -4,7 +4,7 @@ This is mixed-precision training with float32 main (master) weights and ZeRO's d
 (arXiv 1910.02054): unscaling, averaging and gradient clipping are one factor inside the fused update.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -92,10 +92,16 @@ class ShardedOptimizer(SavedStates):
             shard, kinds_of=self.states_of, key_of=self._key_of, offload=offload
         )
         allocate_states(
-            self._state_buffers, self._dtype, offload, self.ps.rank, main_params=config.main_params
+            self._state_buffers,
+            self._dtype,
+            offload,
+            self.ps.rank,
+            main_params=config.main_params,
+            quantizes=self.quantizes,
         )
         self._batches: dict[UpdateKey, Batch] | None = None
         self._begin_average(self._state_buffers, config.ema_decay)
+        self._opened: list[StateBuffer] | None = None
 
         # Counts and flags stay on the device, so that no step waits for it.
         self._step = torch.zeros((), device=device)
@@ -121,6 +127,18 @@ class ShardedOptimizer(SavedStates):
     def states_of(self, name: str, layout: Layout) -> tuple[str, ...]:
         """All states of a parameter, beside "main": the update's, and "ema" where weights are averaged."""
         return self.kinds_of(name, layout) + self.average_kinds(self.config)
+
+    def quantizes(self, name: str, layout: Layout) -> bool:
+        """Whether the parameter's moments have 8 bits."""
+        return False
+
+    def moments_of(self, parameters: Mapping[str, Layout]) -> float:
+        """States of an element in a bucket of these parameters, each as large as a main weight."""
+        # a bucket has memory for every kind of state that one of its parameters needs
+        kinds = {
+            kind for name, layout in parameters.items() for kind in self.states_of(name, layout)
+        }
+        return len(kinds)
 
     def fused(self, name: str, layout: Layout) -> bool:
         """Whether `kernel` updates this parameter (else the subclass does, in `update_rest`)."""
@@ -240,6 +258,7 @@ class ShardedOptimizer(SavedStates):
         if self.config.clip_grad > 0:
             divisor = divisor / (self.config.clip_grad / (norm + CLIP_EPS)).clamp(max=1.0)
         # the kernel itself leaves everything as it was in a step that is skipped
+        self._opened = None
         self._update(divisor, skipped)
         self._update_average(skipped)
         self._gradients_used = True

@@ -44,10 +44,16 @@ class TorchFace(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """parameter -> kind -> this rank's shard of it, live where no offload cuts it; Adam's "step" is a copy."""
+        """parameter -> kind -> this rank's shard of it, live where no offload cuts it and nothing is quantized.
+
+        Adam's "step" is a copy.
+        """
         named = self.shard.named_parameters()  # type: ignore[attr-defined]
         state: dict[Tensor, dict[str, Tensor]] = {}
-        for name, kinds in self.states().items():
+        # copies of what is quantized are inference tensors: a write raises an error, and is not lost
+        with torch.inference_mode():
+            states = self.states()
+        for name, kinds in states.items():
             tensors = {
                 kind: self._shown(name, kind, shard)
                 for kind, shard in kinds.items()

@@ -215,10 +215,7 @@ def expected_of(
     frozen = [parameter.detach() for parameter in parameters if not parameter.requires_grad]
     total = StateBytes(weights=_uncounted_bytes(frozen, set()))
     for buffer in shard.buffers:
-        moments = set()  # of all parameters in the bucket
-        for segment in buffer.segments:
-            # a bucket has memory for every kind of state that one of its parameters needs
-            moments |= set(optimizer.states_of(segment.name, layout_of(segment.parameter)))
+        parameters_here = {s.name: layout_of(s.parameter) for s in buffer.segments}
         total += expected_bytes(
             buffer.bucket.size,
             zero_stage=shard.zero_stage,
@@ -226,7 +223,7 @@ def expected_of(
             param_bytes=buffer.dtype.itemsize,
             grad_bytes=buffer.grad_dtype.itemsize,
             main_params=config.main_params,
-            moments=len(moments),
+            moments=optimizer.moments_of(parameters_here),
             offload_fraction=offload.fraction if offload is not None else 0.0,
         )
     return total
