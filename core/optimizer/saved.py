@@ -73,13 +73,27 @@ class SavedStates(Averages, TorchFace):
         """
         self._refuse_lent("its states would be those of other weights")
         full_shapes = self.shard.zero_stage == 0
-        return optimizer_shards(
+        shards = optimizer_shards(
             opened(self._state_buffers), self.ps, full_shapes=full_shapes, own_mains=own_mains
         )
+        for name, kinds in self.whole_states().items():
+            shards.setdefault(name, {}).update(kinds)
+        return shards
+
+    def whole_states(self) -> dict[str, dict[str, OptimizerShard]]:
+        """name -> kind -> a state that is not one number per element; live, and the same on all ranks of a group."""
+        return {}
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the states and main weights: on the weights' device, and offloaded."""
-        return state_bytes(self._state_buffers)
+        on_device, offloaded = state_bytes(self._state_buffers)
+        return on_device + self.whole_bytes, offloaded
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of `whole_states`."""
+        shards = [shard for kinds in self.whole_states().values() for shard in kinds.values()]
+        return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """All states and counts, for `dist_checkpointing.save` and `load`; live memory.
@@ -92,7 +106,7 @@ class SavedStates(Averages, TorchFace):
         # one checkpoint for all pipeline ranks: it holds the counts of every stage
         counts = self._counts(self._reached.of_all_stages())
         self._opened = opened(self._state_buffers)
-        return checkpoint_states(self._opened, self.shard, counts)
+        return checkpoint_states(self._opened, self.shard, counts, self.whole_states())
 
     def _counts(self, behind: Mapping[str, int] | None = None) -> dict[str, Any]:
         steps: Any = self.step_count
@@ -137,7 +151,14 @@ class SavedStates(Averages, TorchFace):
         """
         full_shapes = self.shard.zero_stage == 0
         written = opened(self._state_buffers)
-        load_states(written, self.ps, states, full_shapes=full_shapes, own_mains=weights)
+        load_states(
+            written,
+            self.ps,
+            states,
+            self.whole_states(),
+            full_shapes=full_shapes,
+            own_mains=weights,
+        )
         self._take(written)
         self._resume(step_count, skipped_steps)
         if weights:

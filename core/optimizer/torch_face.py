@@ -59,8 +59,8 @@ class TorchFace(torch.optim.Optimizer):
                 for kind, shard in kinds.items()
                 if kind != "main"
             }
-            # torch's Adam has a "step" in each state, and programs read it
-            if "exp_avg" in tensors:
+            # torch's Adam and Adafactor have a "step" in each state, and programs read it
+            if tensors.keys() & {"exp_avg", "row_var", "variance"}:
                 tensors["step"] = self._updates_of(name)
             state[named[name]] = ReadOnlyStates(tensors)
         return StateByParameter(state)

@@ -29,6 +29,7 @@ _MOMENTS = {
     "muon": 1,
     "lion": 1,
     "lamb": 2,
+    "adafactor": 0,
 }
 
 

@@ -213,7 +213,7 @@ def expected_of(
     for module in modules_of(shard.module).values():
         parameters += module.parameters()
     frozen = [parameter.detach() for parameter in parameters if not parameter.requires_grad]
-    total = StateBytes(weights=_uncounted_bytes(frozen, set()))
+    total = StateBytes(weights=_uncounted_bytes(frozen, set()), optimizer=optimizer.whole_bytes)
     for buffer in shard.buffers:
         parameters_here = {s.name: layout_of(s.parameter) for s in buffer.segments}
         total += expected_bytes(
