@@ -10,6 +10,19 @@ from core.parallel_state.config import raise_all
 OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "muon", "lion", "lamb", "adafactor")
 # they look at parameters as a whole, on the device
 NEEDS_STATES_AT_HAND = ("muon", "lamb", "adafactor")
+# of transformers' TrainingArguments.optim, torchao and bitsandbytes, in small letters
+_NAMES_ELSEWHERE = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_apex_fused": "adamw",
+    "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_torch_8bit": "adamw8bit",
+    "paged_adamw_8bit": "adamw8bit, with data_parallel.offload=optimizer",
+    "paged_adamw": "adamw, with data_parallel.offload=optimizer",
+    "paged_adamw_32bit": "adamw, with data_parallel.offload=optimizer",
+    "lion_32bit": "lion",
+}
 MUON_LR_SCALES = ("match_rms_adamw", "original")
 DECAY_CHOICES = ("matrices", "all")
 # step counts are multiplied by fractions, in floats: larger ones lose precision
@@ -199,7 +212,7 @@ class OptimizerConfig:
         )
         yield (
             self.optimizer in OPTIMIZERS,
-            f"optimizer={self.optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}",
+            f"optimizer={self.optimizer!r} is unknown{_ours(self.optimizer)}; known: {', '.join(OPTIMIZERS)}",
         )
         yield (
             self.muon_lr in MUON_LR_SCALES,
@@ -273,3 +286,10 @@ class OptimizerConfig:
             kind=self.lr_schedule,
             decay_steps=self.lr_wsd_decay_steps,
         )
+
+
+def _ours(name: str) -> str:
+    """What an optimizer is called here that has another name elsewhere."""
+    lowered = name.lower()
+    ours = _NAMES_ELSEWHERE.get(lowered, lowered if lowered in OPTIMIZERS else "")
+    return f", here it is {ours}" if ours else ""

@@ -201,6 +201,22 @@ def test_states_take_rows_and_columns():
     assert expected_of(ours.shard, ours).optimizer == ours.memory()[0]
 
 
+def test_a_step_waits_for_no_tensor(monkeypatch):
+    model, ours = made()
+    ours._watch._eager = False
+    give(model, 0)
+    tokens = torch.tensor(3.0)
+
+    def refuse(*_):
+        raise AssertionError("a tensor's value was read")
+
+    for name in ("item", "__bool__", "__float__", "__int__", "tolist", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    stats = ours.step(num_tokens=tokens)
+    monkeypatch.undo()
+    assert not stats.skipped
+
+
 def test_torchs_schedulers_groups_and_float16():
     model = Net(torch.float16)
     config = replace(CONFIG, lr=0.5, initial_loss_scale=8.0)

@@ -150,6 +150,22 @@ def test_what_is_shown_cannot_be_written_to():
         shown.zero_()
 
 
+def test_a_step_waits_for_no_tensor(monkeypatch):
+    model, ours = made()
+    ours._watch._eager = False
+    give(model, 0)
+    tokens = torch.tensor(3.0)
+
+    def refuse(*_):
+        raise AssertionError("a tensor's value was read")
+
+    for name in ("item", "__bool__", "__float__", "__int__", "tolist", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    stats = ours.step(num_tokens=tokens)
+    monkeypatch.undo()
+    assert not stats.skipped
+
+
 def test_torchs_schedulers_groups_and_float16():
     model = Wide(torch.float16)
     facts = {"lr": 0.5, "clip_grad": 0.0, "initial_loss_scale": 8.0}

@@ -142,10 +142,7 @@ def test_muon_takes_convolutions_as_out_times_the_rest(muon_lr):
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
-@pytest.mark.parametrize(
-    "name, momentum",
-    [("sgd", None), ("sgd", 0.0), *((name, None) for name in OPTIMIZERS if name != "sgd")],
-)
+@pytest.mark.parametrize("name, momentum", [("sgd", 0.0), *((name, None) for name in OPTIMIZERS)])
 def test_the_configuration_knows_the_kinds_of_states(name, momentum, ema_decay):
     config = OptimizerConfig(optimizer=name, momentum=momentum, ema_decay=ema_decay, muon_except="second")
     states = build_optimizer(FakeShard(Net()), config).states().values()

@@ -18,7 +18,8 @@ class FactoredMatrix:
 
     first_dim: the first dim that counts as rows; those before it are a stack, of which a rank holds `stack` matrices.
     rows, columns: of the full matrices. held_rows, held_columns: of the local part, padding included. row_places
-    [held_rows] and column_places [held_columns]: their numbers in the full matrix; of padding -1.
+    [held_rows] and column_places [held_columns]: their numbers in the full matrix; of padding 0. true_rows and
+    true_columns: those that are no padding.
     """
 
     name: str
@@ -31,6 +32,8 @@ class FactoredMatrix:
     held_columns: int
     row_places: Tensor
     column_places: Tensor
+    true_rows: Tensor
+    true_columns: Tensor
 
     @classmethod
     def of(cls, name: str, parameter: Parameter, ps: ParallelState) -> "FactoredMatrix":
@@ -43,7 +46,7 @@ class FactoredMatrix:
         elif "ep" in layout.split:
             first_dim = layout.split["ep"] + 1
         local = tuple(parameter.shape)
-        places = _places(layout, ps, first_dim)
+        row_places, column_places = _places(layout, ps, first_dim)
         return cls(
             name,
             layout,
@@ -53,7 +56,11 @@ class FactoredMatrix:
             layout.shape[-1],
             prod(local[first_dim:-1]),
             local[-1],
-            *places,
+            row_places.clamp(min=0),
+            column_places.clamp(min=0),
+            # numbers, because a mask would be waited for at each step
+            (row_places >= 0).nonzero().flatten(),
+            (column_places >= 0).nonzero().flatten(),
         )
 
     def shard_layout(self, length: int) -> Layout:
@@ -71,17 +78,16 @@ class FactoredMatrix:
         by_row = squares.new_zeros(self.stack * self.held_rows)
         by_row[first:last] = padded.view(-1, self.held_columns).sum(1)
         row_sums = squares.new_zeros(self.stack, self.rows)
-        true_rows = self.row_places >= 0
-        row_sums[:, self.row_places[true_rows]] = by_row.view(self.stack, -1)[:, true_rows]
+        places = self.row_places[self.true_rows]
+        row_sums[:, places] = by_row.view(self.stack, -1)[:, self.true_rows]
         # columns, of each matrix of the stack that the interval touches
         column_sums = squares.new_zeros(self.stack, self.columns)
-        true_columns = self.column_places >= 0
-        places = self.column_places[true_columns]
+        places = self.column_places[self.true_columns]
         for number in range(first // self.held_rows, -(-last // self.held_rows)):
             begin = max(first, number * self.held_rows) - first
             end = min(last, (number + 1) * self.held_rows) - first
             in_matrix = padded.view(-1, self.held_columns)[begin:end].sum(0)
-            column_sums[number, places] = in_matrix[true_columns]
+            column_sums[number, places] = in_matrix[self.true_columns]
         return row_sums, column_sums
 
     def spread(self, by_row: Tensor, by_column: Tensor, interval: Span) -> Tensor:
@@ -92,8 +98,8 @@ class FactoredMatrix:
         first, last = self._whole_rows(interval)
         numbers = torch.arange(first, last, device=by_row.device)
         matrix = numbers // self.held_rows
-        rows = self.row_places[numbers % self.held_rows].clamp(min=0)
-        columns = by_column[:, self.column_places.clamp(min=0)]
+        rows = self.row_places[numbers % self.held_rows]
+        columns = by_column[:, self.column_places]
         product = columns[matrix].mul_(by_row[matrix, rows].unsqueeze(1))
         start = interval[0] - first * self.held_columns
         return product.flatten()[start : start + interval[1] - interval[0]]
