@@ -80,7 +80,7 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 does not clip."""
 
     optimizer: str = "adamw"
-    """adamw, adamw8bit, sgd (with momentum 0.9 and weight_decay, unless they are 0), muon, lion, lamb or adafactor."""
+    """adamw, adamw8bit, sgd (with momentum 0.9 and weight_decay, unless they are 0), muon, lion, lamb, adafactor."""
 
     momentum: float | None = None
     """Of sgd and muon; None: 0.9 of sgd, 0.95 of muon, its publication's."""
