@@ -68,6 +68,6 @@ def expected_bytes(
         weights=param_bytes * (shard if zero_stage == 3 else numel),
         gradients=(wide if grad_bytes is None else grad_bytes)
         * (shard if zero_stage >= 2 else numel),
-        optimizer=int(state * (updated - offloaded)),
-        host=int(state * offloaded),
+        optimizer=round(state * (updated - offloaded)),
+        host=round(state * offloaded),
     )

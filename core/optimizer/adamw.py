@@ -1,17 +1,18 @@
 """torch.optim.AdamW on flat buffers, with moments of 32 bits or of 8."""
 
-from collections.abc import Mapping
 from typing import Any
 
+from core.data_parallel import Buffer
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import adamw_options
 from core.optimizer.sharded import ShardedOptimizer
-from core.optimizer.state.flat_shard import default_decays
+from core.optimizer.state.flat_shard import default_decays, parameter_shards
 from core.optimizer.state.kernels import adamw
 from core.optimizer.state.quantized import (
     BLOCK,
     LEAST_NUMEL,
     QUANTIZED_KINDS,
+    quantized_spans,
 )
 from core.parallel_state.layout import Layout
 
@@ -44,10 +45,13 @@ class ShardedAdamW8bit(ShardedAdamW):
         """Of matrices of at least 4096 elements; all ranks alike, because the full shape decides."""
         return layout.numel >= LEAST_NUMEL and default_decays(name, layout)
 
-    def moments_of(self, parameters: Mapping[str, Layout]) -> float:
-        """Codes and scales of a bucket in which anything is quantized."""
-        numbers = super().moments_of(parameters)
-        if any(self.quantizes(name, layout) for name, layout in parameters.items()):
-            number_bytes = self._dtype.itemsize
-            numbers -= len(QUANTIZED_KINDS) * (1 - 1 / number_bytes - 1 / BLOCK)
-        return numbers
+    def moments_of(self, buffer: Buffer) -> float:
+        """Codes and scales in a bucket in which anything is quantized, and what is not beside them."""
+        numbers = super().moments_of(buffer)
+        size = buffer.updated_interval[1] - buffer.updated_interval[0]
+        spans = quantized_spans(parameter_shards(buffer.segments, 0, size), self.quantizes)
+        if not spans:
+            return numbers
+        quantized = sum(last - first for first, last in spans)
+        saved = quantized / size - 1 / self._dtype.itemsize - 1 / BLOCK
+        return numbers - len(QUANTIZED_KINDS) * saved

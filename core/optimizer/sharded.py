@@ -4,14 +4,14 @@ This is mixed-precision training with float32 main (master) weights and ZeRO's d
 (arXiv 1910.02054): unscaling, averaging and gradient clipping are one factor inside the fused update.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.data_parallel import DataParallel
+from core.data_parallel import Buffer, DataParallel
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import GroupOptions, Groups
 from core.optimizer.saved import SavedStates
@@ -38,7 +38,7 @@ from core.optimizer.step.skips import Skips
 from core.optimizer.step.spikes import Spikes
 from core.optimizer.step.step_stats import CLIP_EPS, StepStats
 from core.optimizer.step.watch import GradientWatch
-from core.parallel_state.layout import Layout
+from core.parallel_state.layout import Layout, layout_of
 
 
 class ShardedOptimizer(SavedStates):
@@ -132,12 +132,12 @@ class ShardedOptimizer(SavedStates):
         """Whether the parameter's moments have 8 bits."""
         return False
 
-    def moments_of(self, parameters: Mapping[str, Layout]) -> float:
-        """States of an element in a bucket of these parameters, each as large as a main weight."""
+    def moments_of(self, buffer: Buffer) -> float:
+        """States of an element that this rank updates of a bucket, each as large as a main weight."""
         # a bucket has memory for every kind of state that one of its parameters needs
-        kinds = {
-            kind for name, layout in parameters.items() for kind in self.states_of(name, layout)
-        }
+        kinds: set[str] = set()
+        for segment in buffer.segments:
+            kinds |= set(self.states_of(segment.name, layout_of(segment.parameter)))
         return len(kinds)
 
     def fused(self, name: str, layout: Layout) -> bool:

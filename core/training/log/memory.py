@@ -15,7 +15,6 @@ from core.data_parallel.memory import StateBytes, expected_bytes
 from core.optimizer import Offload, ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
-from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
 from core.testing import LiveBytes
 
@@ -215,7 +214,6 @@ def expected_of(
     frozen = [parameter.detach() for parameter in parameters if not parameter.requires_grad]
     total = StateBytes(weights=_uncounted_bytes(frozen, set()), optimizer=optimizer.whole_bytes)
     for buffer in shard.buffers:
-        parameters_here = {s.name: layout_of(s.parameter) for s in buffer.segments}
         total += expected_bytes(
             buffer.bucket.size,
             zero_stage=shard.zero_stage,
@@ -223,7 +221,7 @@ def expected_of(
             param_bytes=buffer.dtype.itemsize,
             grad_bytes=buffer.grad_dtype.itemsize,
             main_params=config.main_params,
-            moments=optimizer.moments_of(parameters_here),
+            moments=optimizer.moments_of(buffer),
             offload_fraction=offload.fraction if offload is not None else 0.0,
         )
     return total
