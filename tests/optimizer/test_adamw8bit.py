@@ -1,5 +1,6 @@
 """AdamW with moments of 8 bits beside its plain twin: the same numbers, every cut, states, memory."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -124,6 +125,21 @@ def test_every_cut_and_offload_gives_the_same_bits(dtype, ragged, tmp_path):
                 assert torch.equal(part.tensor, want), (name, kind)
     far, near = offloaded[0][1].memory(), offloaded[1][1].memory()
     assert sum(far) == sum(near) == sum(one.memory()) and near[0] == 0 < far[0]
+
+
+def test_without_main_weights_and_with_an_average():
+    """Stochastic rounding: its bits belong to an element, so cut and offloaded ones are the same."""
+    options = replace(CONFIG, main_params=False, ema_decay=0.9)
+    whole, one = made(torch.bfloat16, config=options)
+    offloaded = made(torch.bfloat16, offload=Offload(fraction=0.5), config=options)
+    cut, half = made(torch.bfloat16, config=options, zero_stage=1, ranks=2, rank=1)
+    stepped([(whole, one), offloaded, (cut, half)])
+    equal(one, offloaded[1])
+    for name, kinds in half.states().items():
+        for kind, part in kinds.items():
+            assert torch.equal(part.tensor, one.states()[name][kind].tensor.reshape(-1)[slice(*part.interval)])
+    with one.averaged():
+        assert whole.first.isfinite().all()
 
 
 @pytest.mark.parametrize("by", ["state_dict", "states"])
