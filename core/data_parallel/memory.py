@@ -36,7 +36,7 @@ def expected_bytes(
     param_bytes: int = 4,
     grad_bytes: int | None = None,
     main_params: bool = True,
-    moments: int = 2,
+    moments: float = 2,
     offload_fraction: float = 0.0,
 ) -> StateBytes:
     """What `numel` parameters hold between steps on one of `ranks` ranks, padding at a bucket's end included in both.
@@ -45,8 +45,8 @@ def expected_bytes(
     with float32 main weights and gradients 18, 6 + 12/d, 2 + 16/d, 18/d. An offload moves main weights
     and moments to the host.
 
-    param_bytes, grad_bytes: of one element; gradients have 4 at least by default. moments: states of the update, of
-    which each has as many bytes as a main parameter. Not in it: what stage 3 has gathered at a moment, and what
+    param_bytes, grad_bytes: of one element; gradients have 4 at least by default. moments: states of the update, in
+    numbers of a main parameter's bytes. Not in it: what stage 3 has gathered at a moment, and what
     stages 2 and 3 have of gradients before they are summed.
     Raises ValueError: an unknown stage, a fraction outside [0, 1], a number below 1 of ranks.
     """
@@ -68,6 +68,6 @@ def expected_bytes(
         weights=param_bytes * (shard if zero_stage == 3 else numel),
         gradients=(wide if grad_bytes is None else grad_bytes)
         * (shard if zero_stage >= 2 else numel),
-        optimizer=state * (updated - offloaded),
-        host=state * offloaded,
+        optimizer=round(state * (updated - offloaded)),
+        host=round(state * offloaded),
     )

@@ -7,7 +7,22 @@ from core.optimizer.schedules.deepspeed import SCHEDULES, DeepSpeedSchedule, sch
 from core.optimizer.schedules.schedule import LR_SCHEDULES, LearningRate
 from core.parallel_state.config import raise_all
 
-OPTIMIZERS = ("adamw", "sgd", "muon", "lion", "lamb")
+OPTIMIZERS = ("adamw", "adamw8bit", "sgd", "muon", "lion", "lamb", "adafactor")
+# they look at parameters as a whole, on the device
+NEEDS_STATES_AT_HAND = ("muon", "lamb", "adafactor")
+# of transformers' TrainingArguments.optim, torchao and bitsandbytes, in small letters
+_NAMES_ELSEWHERE = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_apex_fused": "adamw",
+    "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_torch_8bit": "adamw8bit",
+    "paged_adamw_8bit": "adamw8bit, with data_parallel.offload=optimizer",
+    "paged_adamw": "adamw, with data_parallel.offload=optimizer",
+    "paged_adamw_32bit": "adamw, with data_parallel.offload=optimizer",
+    "lion_32bit": "lion",
+}
 MUON_LR_SCALES = ("match_rms_adamw", "original")
 DECAY_CHOICES = ("matrices", "all")
 # step counts are multiplied by fractions, in floats: larger ones lose precision
@@ -65,7 +80,7 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 does not clip."""
 
     optimizer: str = "adamw"
-    """adamw, sgd (with momentum 0.9 and weight_decay, unless they are 0), muon, lion or lamb."""
+    """adamw, adamw8bit, sgd (with momentum 0.9 and weight_decay, unless they are 0), muon, lion, lamb, adafactor."""
 
     momentum: float | None = None
     """Of sgd and muon; None: 0.9 of sgd, 0.95 of muon, its publication's."""
@@ -83,6 +98,18 @@ class OptimizerConfig:
 
     lion_beta2: float = 0.99
     """Of lion, decay of the momentum per update."""
+
+    adafactor_beta2_decay: float = -0.8
+    """Of adafactor, 1 - beta2 is the number of updates to this power."""
+
+    adafactor_eps1: float | None = None
+    """Of adafactor, least root of a second moment that a gradient is divided by; None: the eps of the dtype."""
+
+    adafactor_eps2: float = 1e-3
+    """Of adafactor, least root mean square of a parameter that its rate is multiplied by."""
+
+    adafactor_d: float = 1.0
+    """Of adafactor, largest root mean square of a parameter's update before the rate."""
 
     freeze: tuple[str, ...] = ()
     """Patterns of names, as "embedding.*" or "decoder.layers.[0-3].*": these parameters are not trained."""
@@ -155,6 +182,15 @@ class OptimizerConfig:
             except ValueError as error:
                 yield False, str(error)
 
+    def _adafactor_rules(self) -> Iterator[tuple[bool, str]]:
+        power = self.adafactor_beta2_decay
+        yield power <= 0, f"adafactor_beta2_decay={power} must be at most 0 (-0.8)"
+        if (eps1 := self.adafactor_eps1) is not None:
+            yield eps1 >= 0, f"adafactor_eps1={eps1} must be at least 0, or None, the dtype's"
+        least = self.adafactor_eps2
+        yield least >= 0, f"adafactor_eps2={least} must be at least 0"
+        yield self.adafactor_d >= 1, f"adafactor_d={self.adafactor_d} must be at least 1"
+
     def _rules(self) -> Iterator[tuple[bool, str]]:
         yield from self._schedule_rules()
         yield self.weight_decay >= 0, f"weight_decay={self.weight_decay} must be at least 0"
@@ -169,13 +205,14 @@ class OptimizerConfig:
                 f"{name}={getattr(self, name)} must be at least 0 and below 1",
             )
         yield self.adam_eps >= 0, f"adam_eps={self.adam_eps} must be at least 0"
+        yield from self._adafactor_rules()
         yield (
             self.clip_grad >= 0,
             f"clip_grad={self.clip_grad} must be at least 0 (0 does not clip)",
         )
         yield (
             self.optimizer in OPTIMIZERS,
-            f"optimizer={self.optimizer!r} is unknown; known: {', '.join(OPTIMIZERS)}",
+            f"optimizer={self.optimizer!r} is unknown{_ours(self.optimizer)}; known: {', '.join(OPTIMIZERS)}",
         )
         yield (
             self.muon_lr in MUON_LR_SCALES,
@@ -224,9 +261,12 @@ class OptimizerConfig:
         """The kinds of states, beside main weights, of which each trained parameter of a model has some or all."""
         kinds = {
             "adamw": ("exp_avg", "exp_avg_sq"),
+            "adamw8bit": ("exp_avg", "exp_avg_sq"),
             "sgd": ("momentum_buffer",) if self.first_momentum else (),
             "lion": ("exp_avg",),
             "lamb": ("exp_avg", "exp_avg_sq"),
+            # matrices the first two, others the third
+            "adafactor": ("row_var", "col_var", "variance"),
         }
         # hidden matrices the first, others the rest
         muon = ("momentum_buffer", "exp_avg", "exp_avg_sq")
@@ -246,3 +286,10 @@ class OptimizerConfig:
             kind=self.lr_schedule,
             decay_steps=self.lr_wsd_decay_steps,
         )
+
+
+def _ours(name: str) -> str:
+    """What an optimizer is called here that has another name elsewhere."""
+    lowered = name.lower()
+    ours = _NAMES_ELSEWHERE.get(lowered, lowered if lowered in OPTIMIZERS else "")
+    return f", here it is {ours}" if ours else ""

@@ -15,7 +15,7 @@ from core.optimizer.state.sharded_states import (
     load_states,
     optimizer_shards,
 )
-from core.optimizer.state.state_buffers import StateBuffer, state_bytes
+from core.optimizer.state.state_buffers import StateBuffer, opened, state_bytes
 from core.optimizer.step.loss_scale import LossScale
 from core.optimizer.step.reached import Reached
 from core.optimizer.step.skips import Skips
@@ -30,6 +30,7 @@ class SavedStates(Averages, TorchFace):
     ps: ParallelState
     _groups: Groups
     _state_buffers: list[StateBuffer]
+    _opened: list[StateBuffer] | None
     _reached: Reached
     _skips: Skips
     _spikes: Spikes
@@ -64,31 +65,48 @@ class SavedStates(Averages, TorchFace):
 
     def states(self, *, own_mains: bool = True) -> dict[str, dict[str, OptimizerShard]]:
         """name -> kind ("main" and the update's) -> this rank's shard; live views, at stage 0 of full local tensors,
-        else of intervals. A parameter that an offload's fraction cuts is a joined copy in host memory.
+        else of intervals. A parameter that an offload's fraction cuts is a joined copy in host memory, and so is what
+        is quantized, as numbers of the main weights' dtype.
 
         own_mains: "main" also of weights that are their own main weights.
         With `step_count`, `skipped_steps` and the loss scale this is everything that a step depends on.
         """
         self._refuse_lent("its states would be those of other weights")
         full_shapes = self.shard.zero_stage == 0
-        return optimizer_shards(
-            self._state_buffers, self.ps, full_shapes=full_shapes, own_mains=own_mains
+        shards = optimizer_shards(
+            opened(self._state_buffers), self.ps, full_shapes=full_shapes, own_mains=own_mains
         )
+        for name, kinds in self.whole_states().items():
+            shards.setdefault(name, {}).update(kinds)
+        return shards
+
+    def whole_states(self) -> dict[str, dict[str, OptimizerShard]]:
+        """name -> kind -> a state that is not one number per element; live, and the same on all ranks of a group."""
+        return {}
 
     def memory(self) -> tuple[int, int]:
         """Bytes of the states and main weights: on the weights' device, and offloaded."""
-        return state_bytes(self._state_buffers)
+        on_device, offloaded = state_bytes(self._state_buffers)
+        return on_device + self.whole_bytes, offloaded
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of `whole_states`."""
+        shards = [shard for kinds in self.whole_states().values() for shard in kinds.values()]
+        return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in shards)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """All states and counts, for `dist_checkpointing.save` and `load`; live memory.
 
         Weights that are their own main weights are saved with the model only. After a load call
-        `load_state_dict(state)`.
+        `load_state_dict(state)`. What is quantized is copied, in the main weights' dtype, into host memory that is
+        kept until the next step; `load_state_dict` quantizes it again.
         """
         self._refuse_lent("a checkpoint would hold it as the weights")
         # one checkpoint for all pipeline ranks: it holds the counts of every stage
         counts = self._counts(self._reached.of_all_stages())
-        return checkpoint_states(self._state_buffers, self.shard, counts)
+        self._opened = opened(self._state_buffers)
+        return checkpoint_states(self._opened, self.shard, counts, self.whole_states())
 
     def _counts(self, behind: Mapping[str, int] | None = None) -> dict[str, Any]:
         steps: Any = self.step_count
@@ -116,6 +134,8 @@ class SavedStates(Averages, TorchFace):
         if "local" in state or "step_count" not in state:
             self.load_local(state)
             return
+        if self._opened is not None:
+            self._take(self._opened)
         self._resume(state["step_count"], state["skipped_steps"])
         if self._scaler is not None:
             self._scaler.load(state["loss_scale"])
@@ -130,13 +150,26 @@ class SavedStates(Averages, TorchFace):
         Raises ValueError, before anything is written: names, kinds or shapes that are not this rank's.
         """
         full_shapes = self.shard.zero_stage == 0
+        written = opened(self._state_buffers)
         load_states(
-            self._state_buffers, self.ps, states, full_shapes=full_shapes, own_mains=weights
+            written,
+            self.ps,
+            states,
+            self.whole_states(),
+            full_shapes=full_shapes,
+            own_mains=weights,
         )
+        self._take(written)
         self._resume(step_count, skipped_steps)
         if weights:
             self._to_weights(all_buffers=True)
         self.shard.publish()
+
+    def _take(self, written: list[StateBuffer]) -> None:
+        """Quantize what was written into copies of states."""
+        for state_buffer, copies in zip(self._state_buffers, written, strict=True):
+            state_buffer.take_opened(copies)
+        self._opened = None
 
     def _resume(self, step_count: Any, skipped_steps: int) -> None:
         if isinstance(step_count, Mapping):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.data_parallel import DataParallel
+from core.data_parallel import Buffer, DataParallel
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.groups import GroupOptions, Groups
 from core.optimizer.saved import SavedStates
@@ -38,7 +38,7 @@ from core.optimizer.step.skips import Skips
 from core.optimizer.step.spikes import Spikes
 from core.optimizer.step.step_stats import CLIP_EPS, StepStats
 from core.optimizer.step.watch import GradientWatch
-from core.parallel_state.layout import Layout
+from core.parallel_state.layout import Layout, layout_of
 
 
 class ShardedOptimizer(SavedStates):
@@ -92,10 +92,16 @@ class ShardedOptimizer(SavedStates):
             shard, kinds_of=self.states_of, key_of=self._key_of, offload=offload
         )
         allocate_states(
-            self._state_buffers, self._dtype, offload, self.ps.rank, main_params=config.main_params
+            self._state_buffers,
+            self._dtype,
+            offload,
+            self.ps.rank,
+            main_params=config.main_params,
+            quantizes=self.quantizes,
         )
         self._batches: dict[UpdateKey, Batch] | None = None
         self._begin_average(self._state_buffers, config.ema_decay)
+        self._opened: list[StateBuffer] | None = None
 
         # Counts and flags stay on the device, so that no step waits for it.
         self._step = torch.zeros((), device=device)
@@ -121,6 +127,18 @@ class ShardedOptimizer(SavedStates):
     def states_of(self, name: str, layout: Layout) -> tuple[str, ...]:
         """All states of a parameter, beside "main": the update's, and "ema" where weights are averaged."""
         return self.kinds_of(name, layout) + self.average_kinds(self.config)
+
+    def quantizes(self, name: str, layout: Layout) -> bool:
+        """Whether the parameter's moments have 8 bits."""
+        return False
+
+    def moments_of(self, buffer: Buffer) -> float:
+        """States of an element that this rank updates of a bucket, each as large as a main weight."""
+        # a bucket has memory for every kind of state that one of its parameters needs
+        kinds: set[str] = set()
+        for segment in buffer.segments:
+            kinds |= set(self.states_of(segment.name, layout_of(segment.parameter)))
+        return len(kinds)
 
     def fused(self, name: str, layout: Layout) -> bool:
         """Whether `kernel` updates this parameter (else the subclass does, in `update_rest`)."""
@@ -240,6 +258,7 @@ class ShardedOptimizer(SavedStates):
         if self.config.clip_grad > 0:
             divisor = divisor / (self.config.clip_grad / (norm + CLIP_EPS)).clamp(max=1.0)
         # the kernel itself leaves everything as it was in a step that is skipped
+        self._opened = None
         self._update(divisor, skipped)
         self._update_average(skipped)
         self._gradients_used = True

@@ -44,17 +44,23 @@ class TorchFace(torch.optim.Optimizer):
 
     @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
-        """parameter -> kind -> this rank's shard of it, live where no offload cuts it; Adam's "step" is a copy."""
+        """parameter -> kind -> this rank's shard of it, live where no offload cuts it and nothing is quantized.
+
+        Adam's "step" is a copy.
+        """
         named = self.shard.named_parameters()  # type: ignore[attr-defined]
         state: dict[Tensor, dict[str, Tensor]] = {}
-        for name, kinds in self.states().items():
+        # copies of what is quantized are inference tensors: a write raises an error, and is not lost
+        with torch.inference_mode():
+            states = self.states()
+        for name, kinds in states.items():
             tensors = {
                 kind: self._shown(name, kind, shard)
                 for kind, shard in kinds.items()
                 if kind != "main"
             }
-            # torch's Adam has a "step" in each state, and programs read it
-            if "exp_avg" in tensors:
+            # torch's Adam and Adafactor have a "step" in each state, and programs read it
+            if tensors.keys() & {"exp_avg", "row_var", "variance"}:
                 tensors["step"] = self._updates_of(name)
             state[named[name]] = ReadOnlyStates(tensors)
         return StateByParameter(state)

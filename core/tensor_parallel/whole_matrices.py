@@ -100,7 +100,7 @@ class _OptimizerWatch:
         warnings.warn(
             f"{optimizer} {looks} a matrix as a whole (as Adafactor, Muon, LAMB do): of {name} it sees this rank's "
             "part, or [groups, heads, d, h] for [out, in], and does something else. Elementwise optimizers (AdamW, "
-            "SGD, Lion) are right; core.optimizer.ShardedMuon and ShardedLamb know the matrices",
+            "SGD, Lion) are right; core.optimizer.ShardedMuon, ShardedLamb, ShardedAdafactor know the matrices",
             stacklevel=4,
         )
 

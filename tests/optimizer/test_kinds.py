@@ -15,6 +15,7 @@ from core.optimizer import (
     build_optimizer,
     sharded_state_dict,
 )
+from core.optimizer.config import OPTIMIZERS
 from core.optimizer.step.loss_scale import LossScale
 from core.pipeline.run.step import scale_like
 from tests.optimizer.fake_shard import FakeShard
@@ -141,9 +142,7 @@ def test_muon_takes_convolutions_as_out_times_the_rest(muon_lr):
 
 
 @pytest.mark.parametrize("ema_decay", [0.0, 0.9])
-@pytest.mark.parametrize(
-    "name, momentum", [("adamw", None), ("sgd", None), ("sgd", 0.0), ("muon", None), ("lion", None), ("lamb", None)]
-)
+@pytest.mark.parametrize("name, momentum", [("sgd", 0.0), *((name, None) for name in OPTIMIZERS)])
 def test_the_configuration_knows_the_kinds_of_states(name, momentum, ema_decay):
     config = OptimizerConfig(optimizer=name, momentum=momentum, ema_decay=ema_decay, muon_except="second")
     states = build_optimizer(FakeShard(Net()), config).states().values()
@@ -390,7 +389,7 @@ def test_a_parameter_without_memory_is_not_saved_as_if_it_had_any():
 
 def test_the_configuration_says_what_is_wrong():
     with pytest.raises(
-        ValueError, match=r"optimizer='shampoo' is unknown; known: adamw, sgd, muon, lion, lamb"
+        ValueError, match=r"optimizer='shampoo' is unknown; known: adamw, adamw8bit, sgd, muon, lion, lamb, adafactor"
     ) as found:
         OptimizerConfig(
             optimizer="shampoo", momentum=1.0, loss_scale_window=0, initial_loss_scale=0, max_skipped_steps=-1

@@ -1,13 +1,14 @@
 """The memory report: what it counts is what the formulas say, to the byte, and the first step is followed once."""
 
 import re
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from core.data_parallel import DataParallel
 from core.models.gpt import gpt_stages
-from core.optimizer import Offload, OptimizerConfig, build_optimizer
+from core.optimizer import Offload, OptimizerConfig, adamw, build_optimizer
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule.schedules import placement
@@ -88,6 +89,22 @@ def test_what_is_counted_is_what_the_formulas_say(ranks, stage, bf16, offload):
     assert titles == [
         "MiB per rank", "model init", "optimizer init", "predicted", "first forward", "first step", "second step",
     ]  # fmt: skip
+
+
+def run_small(stage, optimizer):
+    """`run` of 16 bits where parameters of 1000 elements are quantized already."""
+    with patch.object(adamw, "LEAST_NUMEL", 1000):
+        return run(stage, True, None, optimizer)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("optimizer, most", [("adamw8bit", 6.5), ("adafactor", 4.5)])
+def test_states_that_are_smaller_are_counted_so(ranks, optimizer, most, stage):
+    _, usages, predicted = ranks(run_small, stage, optimizer, world=2)[0]
+    for point in ("optimizer init", "second step"):
+        assert [usage.optimizer for usage in usages[point]] == [formula.optimizer for formula in predicted]
+    # of a weight of 2 bytes; 12 would be AdamW's, a main weight of 4 is in it
+    assert predicted[0].optimizer < most / 2 * predicted[0].weights / (1 + stage)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "muon"])

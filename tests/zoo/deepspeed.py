@@ -261,6 +261,9 @@ CASES = [
     told("Muon per head", of("Muon", lr=0.02, per_head_muon=True), "orthogonalised as a whole", "leave it out"),
     right("Lion", of("Lion", lr=1e-4, betas=[0.95, 0.98], weight_decay=0.1), {"optimizer.optimizer": "lion",
           "optimizer.lion_beta1": 0.95, "optimizer.lion_beta2": 0.98, "optimizer.weight_decay_of": "all"}),
+    right("Adafactor, torch's", of("Adafactor", eps=[None, 1e-4], beta2_decay=-0.7, d=2), {"optimizer.lr": 0.01,
+          "optimizer.optimizer": "adafactor", "optimizer.adafactor_eps2": 1e-4, "optimizer.adafactor_d": 2.0,
+          "optimizer.adafactor_beta2_decay": -0.7}),
     *[told(f"the optimizer {name}", of(name, lr=0.01), "known: adam, adamw, sgd, muon, lion", "one of these")
       for name in ("Lamb", "OneBitAdam", "ZeroOneAdam", "Adagrad", "MuAdam")],
     refused("betas of one number", of("Adam", betas=[0.9]), "must be 2 numbers"),

@@ -17,6 +17,8 @@ def optimizer(reader: ConfigReader) -> None:
     """The optimizer and its numbers; what the file does not set has DeepSpeed's default."""
     name = reader.value("optimizer.type", str)
     kinds = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "muon": "muon", "lion": "lion"}
+    # of torch.optim, as every name that DeepSpeed does not know itself
+    kinds["adafactor"] = "adafactor"
     if name is not None and name.lower() not in kinds:
         reader.report(
             "optimizer.type", "unsupported", f"known: {', '.join(kinds)}; the optimizer stays ours"
@@ -35,6 +37,8 @@ def optimizer(reader: ConfigReader) -> None:
     if kind == "muon":
         _muon(reader)
     reader.map_field(f"{PARAMS}.lr", "optimizer", "lr", float)
+    if kind == "adafactor":
+        _adafactor(reader)
     reader.map_field(f"{PARAMS}.eps", "optimizer", "adam_eps", float)
     betas = reader.value(f"{PARAMS}.betas")
     if betas is not None:  # a pair, two fields here
@@ -86,6 +90,25 @@ def _weight_decay(reader: ConfigReader, default: float, plain_adam: bool) -> Non
     if f"{PARAMS}.adam_w_mode" in reader.unread:
         reason = "nothing decays" if plain_adam else "decay is AdamW's"
         reader.report(f"{PARAMS}.adam_w_mode", "mapped", reason)
+
+
+def _adafactor(reader: ConfigReader) -> None:
+    """torch.optim.Adafactor's own numbers, and its rate where the file gives none."""
+    if f"{PARAMS}.lr" not in reader.unread:
+        reader.fields["optimizer"]["lr"] = 1e-2
+    for name in ("beta2_decay", "d"):
+        reader.map_field(f"{PARAMS}.{name}", "optimizer", f"adafactor_{name}", float)
+    key = f"{PARAMS}.eps"
+    eps = reader.value(key)
+    if eps is not None:
+        if not (isinstance(eps, Sequence) and len(eps) == 2):
+            raise ValueError(
+                f"{key}={eps!r} must be 2 numbers, the first one null or a number; give both"
+            )
+        fields = {"adafactor_eps1": eps[0], "adafactor_eps2": eps[1]}
+        reader.map_to(
+            key, "optimizer", **{name: value for name, value in fields.items() if value is not None}
+        )
 
 
 def _muon(reader: ConfigReader) -> None:

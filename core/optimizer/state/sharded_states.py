@@ -110,24 +110,33 @@ def load_states(
     state_buffers: list[StateBuffer],
     ps: ParallelState,
     states: States,
+    whole: Mapping[str, Mapping[str, OptimizerShard]],
     *,
     full_shapes: bool,
     own_mains: bool = True,
 ) -> None:
-    """Copy states into the buffers. Raises ValueError, before anything is written: what is not this rank's."""
+    """Copy states into the buffers, and into `whole` ones, which lie in none.
+
+    Raises ValueError, before anything is written: what is not this rank's.
+    """
     local = _views_by_name(state_buffers, own_mains=own_mains)
-    if names := sorted(local.keys() ^ states.keys()):
+    held = local.keys() | whole.keys()
+    if names := sorted(held ^ states.keys()):
         raise ValueError(
-            f"load_states: {len(states)} parameters given for {len(local)}; not on both sides: "
+            f"load_states: {len(states)} parameters given for {len(held)}; not on both sides: "
             f"{', '.join(names[:5])}; build the same model at the same layout, or load a checkpoint, which fits any"
         )
     # Step 1: check everything, so that a mistake leaves all states as they were.
-    writes = []
+    writes: list[tuple[OptimizerShard, Tensor, Tensor, Views]] = []
     for name, kinds in local.items():
         for kind, views in kinds.items():
             flat = _joined(views)
             target = _optimizer_shard(flat, views, ps, full_shapes=full_shapes)
             writes.append((target, _matching_tensor(states[name], name, kind, target), flat, views))
+    for name, shards in whole.items():
+        for kind, target in shards.items():
+            source = _matching_tensor(states[name], name, kind, target)
+            writes.append((target, source, target.tensor, []))
     # Step 2: write. A parameter that an offload's fraction cuts was joined into a copy, which is taken apart again.
     for target, source, flat, views in writes:
         target.tensor.copy_(source)
@@ -160,7 +169,10 @@ def _matching_tensor(
 
 
 def checkpoint_states(
-    state_buffers: list[StateBuffer], shard: DataParallel, counts: Mapping[str, Any]
+    state_buffers: list[StateBuffer],
+    shard: DataParallel,
+    counts: Mapping[str, Any],
+    whole: Mapping[str, Mapping[str, OptimizerShard]],
 ) -> dict[str, Any]:
     """What a checkpoint takes: counts as objects under `optimizer/`, states as lists of boxes in live memory.
 
@@ -183,6 +195,10 @@ def checkpoint_states(
             # a rank that holds nothing but padded rows has none
             if boxes:
                 states[name][kind] = boxes
+    for name, shards in whole.items():
+        for kind, state in shards.items():
+            found = mapper.state_shard(f"optimizer/{kind}", name, state)
+            states.setdefault(name, {})[kind] = found if isinstance(found, list) else [found]
     objects = {key: ShardedObject(f"optimizer/{key}", value) for key, value in counts.items()}
     return objects | {"states": states}
 

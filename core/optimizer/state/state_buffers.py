@@ -1,7 +1,7 @@
 """From gradient buckets to state buffers: which elements are updated together, and where their states live."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from core.data_parallel import Buffer, DataParallel
 from core.optimizer.state.flat_shard import (
     ElementRun,
     ParameterShard,
+    Span,
     UpdateKey,
     clip_runs,
     make_runs,
@@ -17,6 +18,12 @@ from core.optimizer.state.flat_shard import (
 )
 from core.optimizer.state.kernels import Batch
 from core.optimizer.state.offload import Offload
+from core.optimizer.state.quantized import (
+    QUANTIZED_KINDS,
+    QuantizedState,
+    Quantizes,
+    quantized_spans,
+)
 from core.parallel_state.layout import Layout, layout_of
 
 # elements: a chunk of main weights and one of weights fit into a core's cache
@@ -33,7 +40,8 @@ class StateBuffer:
     runs: what fused calls update; parameter_shards: whose elements they are; both counted from `start`.
     kinds: parameter name -> its states. resident: the states live on the weights' device, not offloaded.
     main: [stop - start], the float32 main (master) weights of 16-bit weights; None where the weights are their own
-    main weights, or where there are none and rounding is stochastic. states: kind -> [stop - start].
+    main weights, or where there are none and rounding is stochastic. states: kind -> [stop - start]. quantized:
+    kind -> a state of 8 bits, in the place of one of `states`.
     """
 
     buffer: Buffer
@@ -45,6 +53,7 @@ class StateBuffer:
     resident: bool = True
     main: Tensor | None = None
     states: dict[str, Tensor] = field(default_factory=dict)
+    quantized: dict[str, QuantizedState] = field(default_factory=dict)
     _versions: int = -1
 
     @property
@@ -73,7 +82,9 @@ class StateBuffer:
     def direct(self) -> bool:
         """Whether one fused call can update everything where it lies, without scratch memory."""
         main = self.updated
-        return self.resident and main is not None and main.dtype == self.buffer.gradients.dtype
+        if main is None or self.quantized:
+            return False
+        return self.resident and main.dtype == self.buffer.gradients.dtype
 
     def batches(self) -> dict[UpdateKey, Batch]:
         """Its runs by key, as views that stay valid for all steps."""
@@ -84,6 +95,38 @@ class StateBuffer:
             runs_of.setdefault(run.key, []).append(run)
         gradients = self.gradients
         return {key: Batch.cut(runs, main, gradients, self.states) for key, runs in runs_of.items()}
+
+    def read_states(self, span: Span) -> dict[str, Tensor]:
+        """kind -> elements [first, last): live views, but copies of what is quantized, for `write_states`."""
+        states = {kind: state[slice(*span)] for kind, state in self.states.items()}
+        return states | {kind: state.read(span) for kind, state in self.quantized.items()}
+
+    def write_states(self, span: Span, states: Mapping[str, Tensor]) -> None:
+        """Quantize again what `read_states` copied."""
+        for kind, state in self.quantized.items():
+            state.write(span, states[kind])
+
+    def opened(self) -> "StateBuffer":
+        """The same with copies, in host memory, of the states that are quantized; itself if there are none."""
+        if not self.quantized:
+            return self
+        copies = {
+            kind: torch.cat([state.read(span).cpu() for span in self._chunks()])
+            for kind, state in self.quantized.items()
+        }
+        return replace(self, states=self.states | copies, quantized={})
+
+    def take_opened(self, opened: "StateBuffer") -> None:
+        """Quantize the copies of `opened`, which somebody has written to."""
+        for span in self._chunks():
+            copies = {kind: opened.states[kind][slice(*span)] for kind in self.quantized}
+            self.write_states(span, copies)
+
+    def _chunks(self) -> list[Span]:
+        size = self.stop - self.start
+        return [
+            (first, min(first + COMPARE_CHUNK, size)) for first in range(0, size, COMPARE_CHUNK)
+        ]
 
     def recut(self, key_of: KeyOf) -> None:
         """Compute its runs again, after keys have changed."""
@@ -165,18 +208,23 @@ def allocate_states(
     rank: int,
     *,
     main_params: bool,
+    quantizes: Quantizes,
 ) -> None:
     """Fill in states of zeros, and main weights that are copies of 16-bit weights.
 
-    All that is offloaded lies in one tensor (or file) per kind: few large files instead of one per bucket.
+    All that is offloaded lies in one tensor (or file) per kind: few large files instead of one per bucket; but for
+    quantized states, of which each buffer has its own.
     """
     kinds_needed: dict[int, list[str]] = {}
     for state_buffer in state_buffers:
+        _allocate_quantized(state_buffer, dtype, offload, rank, quantizes)
         if main_params and not state_buffer.wide:
             main = ["main"]
         else:
             main = []
-        kinds_needed[id(state_buffer)] = main + state_buffer.state_kinds()
+        kinds_needed[id(state_buffer)] = main + [
+            kind for kind in state_buffer.state_kinds() if kind not in state_buffer.quantized
+        ]
 
     # Step 1: one allocation per kind for everything that is offloaded.
     offloaded_sizes: dict[str, int] = {}
@@ -207,11 +255,37 @@ def allocate_states(
             state_buffer.main.copy_(state_buffer.weights)
 
 
+def _allocate_quantized(
+    state_buffer: StateBuffer,
+    dtype: torch.dtype,
+    offload: Offload | None,
+    rank: int,
+    quantizes: Quantizes,
+) -> None:
+    """The states of a buffer in which anything is quantized."""
+    spans = quantized_spans(state_buffer.parameter_shards, quantizes)
+    if not spans:
+        return
+    device = state_buffer.weights.device
+
+    def new(size: int, dtype: torch.dtype, name: str) -> Tensor:
+        if state_buffer.resident or offload is None:
+            return torch.zeros(size, dtype=dtype, device=device)
+        return offload.allocate(size, dtype, f"{name}-rank{rank}", pinned=device.type != "cpu")
+
+    size = state_buffer.stop - state_buffer.start
+    for kind in state_buffer.state_kinds():
+        if kind in QUANTIZED_KINDS:
+            state_buffer.quantized[kind] = QuantizedState(size, spans, dtype, kind, new)
+
+
 def state_bytes(state_buffers: list[StateBuffer]) -> tuple[int, int]:
     """Bytes of states and main weights: on the weights' device, and offloaded."""
     on_device = offloaded = 0
     for state_buffer in state_buffers:
         tensors = list(state_buffer.states.values())
+        for quantized in state_buffer.quantized.values():
+            tensors += quantized.tensors
         if state_buffer.main is not None:
             tensors.append(state_buffer.main)
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -220,3 +294,8 @@ def state_bytes(state_buffers: list[StateBuffer]) -> tuple[int, int]:
         else:
             offloaded += size
     return on_device, offloaded
+
+
+def opened(state_buffers: list[StateBuffer]) -> list[StateBuffer]:
+    """`StateBuffer.opened` of each."""
+    return [state_buffer.opened() for state_buffer in state_buffers]

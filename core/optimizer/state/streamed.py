@@ -1,8 +1,9 @@
 """Updates chunk by chunk through scratch memory, where one fused call over everything is not possible.
 
 That is so for gradients of another dtype than the main weights, for weights without main weights (stochastic
-rounding), and for offloaded states: gradient device -> host, fused update on the host, weights host -> device. On an
-accelerator the next gradients and the last weights travel on a side stream meanwhile (prefetch).
+rounding), for states of 8 bits, and for offloaded ones: gradient device -> host, fused update on the host, weights
+host -> device. On an accelerator the next gradients and the last weights travel on a side stream meanwhile
+(prefetch).
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from core.optimizer.state.state_buffers import StateBuffer
 
 # elements: gradients, main weights and moments of a chunk fit into a core's cache
 CHUNK = 1 << 18
-# elements, over a bus to an accelerator: large, because each copy has a latency
+# elements, on an accelerator or over a bus to it: large, because each kernel and copy has a latency
 FAR_CHUNK = 1 << 22
 Update = Callable[[Batch, Factor, UpdateKey], None]
 Round = Callable[[Tensor, StateBuffer, Span], Tensor]
@@ -97,7 +98,7 @@ class Streamer:
 
     def _spans(self, state_buffer: StateBuffer) -> list[Span]:
         total = state_buffer.stop - state_buffer.start
-        if self._behind_bus(state_buffer):
+        if self._remote:
             size = FAR_CHUNK
         else:
             size = CHUNK
@@ -105,13 +106,14 @@ class Streamer:
 
     def _update_chunk(self, chunk: _StreamedChunk, factor: Factor) -> None:
         first, last = chunk.span
-        states = {kind: state[first:last] for kind, state in chunk.state_buffer.states.items()}
+        states = chunk.state_buffer.read_states(chunk.span)
         # one fused call per key and chunk
         runs_of: dict[UpdateKey, list[ElementRun]] = {}
         for run in clip_runs(chunk.state_buffer.runs, first, last):
             runs_of.setdefault(run.key, []).append(run)
         for key, runs in runs_of.items():
             self._update(Batch.cut(runs, chunk.mains, chunk.gradients, states), factor, key)
+        chunk.state_buffer.write_states(chunk.span, states)
 
     def _fetch(
         self, state_buffer: StateBuffer, span: Span, slot: int, dtype: torch.dtype

@@ -21,8 +21,16 @@ from core.training.model.config import DTYPES
 
 # each is built, without memory; that takes about a millisecond
 _MOST_LAYERS = 512
-# of all elements, of muon the matrices
-_MOMENTS = {"adamw": 2, "sgd": 1, "muon": 1, "lion": 1, "lamb": 2}
+# of all elements, of muon the matrices; in numbers of a main weight, of 8 bits codes and scales
+_MOMENTS = {
+    "adamw": 2,
+    "adamw8bit": 2 * (1 / 4 + 1 / 64),
+    "sgd": 1,
+    "muon": 1,
+    "lion": 1,
+    "lamb": 2,
+    "adafactor": 0,
+}
 
 
 def fullest_rank(sections: Mapping[str, Any]) -> StateBytes:

@@ -11,7 +11,7 @@ from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.cached import is_text
 from core.datasets.shards.manifest import ShardManifest, is_list
 from core.models.lora.config import LoraConfig
-from core.optimizer.config import OptimizerConfig
+from core.optimizer.config import NEEDS_STATES_AT_HAND, OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
 from core.parallel_state.context import wrong_length
 from core.training.config.adapters import lora_rules
@@ -295,9 +295,9 @@ def _update_rules(
     data_parallel: DataParallelConfig,
     optimizer: OptimizerConfig,
 ) -> Rules:
-    """Muon and LAMB need their states at hand; stochastic rounding and loss scales (mixed precision) their dtypes."""
+    """Some optimizers need their states at hand; stochastic rounding and loss scales (mixed precision) dtypes."""
     yield (
-        optimizer.optimizer not in ("muon", "lamb")
+        optimizer.optimizer not in NEEDS_STATES_AT_HAND
         or data_parallel.offload == "none"
         or data_parallel.offload_fraction == 0,
         f"optimizer={optimizer.optimizer} takes parameters as a whole where its states are, offload_fraction="

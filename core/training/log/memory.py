@@ -15,7 +15,6 @@ from core.data_parallel.memory import StateBytes, expected_bytes
 from core.optimizer import Offload, ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
-from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import Modules, modules_of
 from core.testing import LiveBytes
 
@@ -213,12 +212,8 @@ def expected_of(
     for module in modules_of(shard.module).values():
         parameters += module.parameters()
     frozen = [parameter.detach() for parameter in parameters if not parameter.requires_grad]
-    total = StateBytes(weights=_uncounted_bytes(frozen, set()))
+    total = StateBytes(weights=_uncounted_bytes(frozen, set()), optimizer=optimizer.whole_bytes)
     for buffer in shard.buffers:
-        moments = set()  # of all parameters in the bucket
-        for segment in buffer.segments:
-            # a bucket has memory for every kind of state that one of its parameters needs
-            moments |= set(optimizer.states_of(segment.name, layout_of(segment.parameter)))
         total += expected_bytes(
             buffer.bucket.size,
             zero_stage=shard.zero_stage,
@@ -226,7 +221,7 @@ def expected_of(
             param_bytes=buffer.dtype.itemsize,
             grad_bytes=buffer.grad_dtype.itemsize,
             main_params=config.main_params,
-            moments=len(moments),
+            moments=optimizer.moments_of(buffer),
             offload_fraction=offload.fraction if offload is not None else 0.0,
         )
     return total

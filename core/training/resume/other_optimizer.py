@@ -47,8 +47,8 @@ def refuse_other_optimizer(run: RunConfig, url: str, ps: ParallelState) -> None:
     saved = {*_kinds_of_states(set(stored))} - {MAIN}
     current = {*run.optimizer.state_kinds}
     current -= {EMA} - saved
-    # of Muon's kinds a model has only some if it has no hidden matrices, or none that are trained
-    may_lack = run.optimizer.optimizer == "muon" and (
+    # of these kinds a model has only some if it has no hidden matrices, or no vectors, or none that are trained
+    may_lack = run.optimizer.optimizer in ("muon", "adafactor") and (
         run.optimizer.freeze or run.model.build is not None or run.lora.rank is not None
     )
     if not stored or "optimizer" in run.checkpoint.change or (may_lack and saved < current):
