@@ -30,8 +30,8 @@ def stale_keys(patch):
         messages = []
 
         class Stale(real):
-            def __init__(self, x, of_ring):
-                super().__init__(x, of_ring)
+            def __init__(self, x, of_ring, tag):
+                super().__init__(x, of_ring, tag)
                 self.sent = x
                 messages.append(self)
 
