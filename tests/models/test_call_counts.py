@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn.modules import module
 from torch.optim import optimizer
 
 from benchmarks.llama import Shape
@@ -11,8 +12,12 @@ SHAPE = Shape(hidden=64, layers=4, heads=8, kv_heads=4, ffn=96, seq=32, vocab=12
 
 
 def without_hooks_of_others(count, *args, **how):
-    """`count(...)` without the hooks on every optimizer's step of models that other tests keep."""
-    registries = optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks
+    """`count(...)` without the hooks on every optimizer's step, and every module, of models that other tests keep."""
+    registries = (
+        optimizer._global_optimizer_pre_hooks,
+        optimizer._global_optimizer_post_hooks,
+        module._global_forward_pre_hooks,
+    )
     others = [dict(hooks) for hooks in registries]
     for hooks in registries:
         hooks.clear()

@@ -62,7 +62,7 @@ def listening_classes(by_hand: Listener) -> tuple[type[Parameter], type[Tensor]]
         # zero_grad, say: two per parameter, so no further calls
         if caller.startswith(("torch.optim.", "core.")):
             with torch._C.DisableTorchFunctionSubclass():
-                return run_plain(func, args, kwargs or {})
+                return func(*args, **(kwargs or {}))
         listener = reference()
         if func is Tensor.detach and caller == "torch.nn.parameter":
             parameter = _detached_for_a_parameter(args[0])
