@@ -38,8 +38,15 @@ from core.datasets.corpus.preferences import are_preferences, prepare_preference
 from core.datasets.corpus.progress import progress
 from core.datasets.corpus.sources import SUFFIXES
 from core.datasets.corpus.workers import available_cores
-from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
+from core.datasets.token_file import TokenFile
+from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer, tokenizer_of
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
+from core.datasets.tokenizers.folder import (
+    TOKENIZER,
+    answer_end,
+    ends_told,
+    without_tokenizer,
+)
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -121,7 +128,7 @@ def _add_document_options(parser: argparse.ArgumentParser) -> None:
 def _tokenizer(options: argparse.Namespace, text_files: TextFiles) -> AnyTokenizer:
     if options.train_tokenizer is None:
         if options.tokenizer is not None and not Path(options.tokenizer).is_file():
-            raise ValueError(f"--tokenizer {options.tokenizer} is no file; name a tokenizer.json")
+            raise ValueError(_no_tokenizer(Path(options.tokenizer)))
         tokenizer = load_tokenizer(options.tokenizer, options.end_of_text)
         if options.end_of_text is not None and isinstance(tokenizer, ByteTokenizer):
             raise ValueError(
@@ -153,6 +160,16 @@ def _tokenizer(options: argparse.Namespace, text_files: TextFiles) -> AnyTokeniz
     return learned
 
 
+def _no_tokenizer(path: Path) -> str:
+    """What is wrong with a name that is no file: a folder may hold one, or none."""
+    if (path / TOKENIZER).is_file():
+        return f"--tokenizer {path} is a folder; give --tokenizer {path / TOKENIZER}"
+    if path.is_dir() or (path.name == TOKENIZER and path.parent.is_dir()):
+        folder = path if path.is_dir() else path.parent
+        return without_tokenizer(folder, "--tokenizer FILE")
+    return f"--tokenizer {path} is no file; name a tokenizer.json"
+
+
 def _prepared(options: argparse.Namespace, text_files: TextFiles) -> CorpusFiles:
     """What is written; raises `ValueError`, `ImportError`, `OSError`."""
     chats = are_conversations(text_files.sources)
@@ -170,8 +187,15 @@ def _prepared(options: argparse.Namespace, text_files: TextFiles) -> CorpusFiles
             else:
                 folder = Path(options.tokenizer).parent
             prepare = prepare_preferences if pairs else prepare_conversations
+            # a token that was named ends answers as well
+            named = options.end_of_text is not None
             return prepare(
-                text_files, options.output, tokenizer, template_folder=folder, advance=advance
+                text_files,
+                options.output,
+                tokenizer,
+                template_folder=folder,
+                answer_end=None if named else answer_end(options.tokenizer, tokenizer),
+                advance=advance,
             )
         return prepare_files(
             text_files,
@@ -183,18 +207,30 @@ def _prepared(options: argparse.Namespace, text_files: TextFiles) -> CorpusFiles
         )
 
 
-def report(corpus: CorpusFiles) -> str:
+def report(corpus: CorpusFiles, tokenizer_file: str | None, end_of_text: str | None) -> str:
     """What was written, in a few lines, and the command to type next."""
     card = corpus.card
     rate = card.text_bytes / 1e6 / corpus.seconds
+    file = TokenFile(corpus.prefix)
+    told = ""
+    if card.end_of_text is not None:
+        # a token that was named is nobody else's choice
+        beside = tokenizer_file if end_of_text is None else None
+        told = ends_told(tokenizer_of(file), beside, answers=file.marks_answers) + "\n"
+    options = f"--data.train {corpus.prefix}"
+    if tokenizer_file is not None and (Path(tokenizer_file).parent / "config.json").is_file():
+        options += f" --model.huggingface {Path(tokenizer_file).parent}"
+    if file.holds_preferences:
+        options += " --training.objective dpo"
     sizes = ", ".join(f"{path} ({_size_text(path.stat().st_size)})" for path in corpus.files)
     return (
         f"{corpus.prefix}: {card.documents:,} documents, {card.tokens:,} tokens of {card.vocab_size:,} "
         f"({card.dtype}), {card.text_bytes / 1e6:.1f} MB of text, {card.text_bytes / card.tokens:.2f} bytes/token, "
         f"{rate:.1f} MB/s\n"
         f"skipped: {skipped_text(dict(card.skipped))}\n"
+        f"{told}"
         f"files: {sizes}\n"
-        f"next: torchrun --standalone --nproc-per-node 1 -m core.pretrain --data.train {corpus.prefix}"
+        f"next: torchrun --standalone --nproc-per-node 1 -m core.pretrain {options}"
     )
 
 
@@ -239,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(report(corpus))
+    print(report(corpus, options.tokenizer, options.end_of_text))
     return 0
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
+from core.datasets.tokenizers.folder import without_tokenizer
 from core.dist_checkpointing.publish.manifest import MANIFEST
 from core.dist_checkpointing.reading.loading import load
 from core.dist_checkpointing.reading.newest import newest_checkpoint
@@ -119,7 +120,7 @@ def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bo
         )
     from_folder = not is_checkpoint or options.source is not None
     if from_folder and options.tokenizer is None and not (source / "tokenizer.json").is_file():
-        raise ValueError(f"{source} has no tokenizer.json; give one: --tokenizer FILE")
+        raise ValueError(without_tokenizer(source, "--tokenizer FILE"))
     if options.temperature == 0 and (options.top_k is not None or options.top_p is not None):
         raise ValueError(
             "--top-k and --top-p draw nothing at temperature 0; give --temperature, such as 0.8"

@@ -1,5 +1,6 @@
 """Chats and prompts as token files of which the answers are marked, and as rows that keep them apart."""
 
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -203,3 +204,40 @@ def test_packed_it_costs_what_each_conversation_costs_alone(file, single):
         if len(alone) >= len(costs):
             break
     assert alone == pytest.approx(costs, rel=1e-9)
+
+
+def test_an_answer_ends_with_the_eos_token_beside_the_tokenizer(tmp_path, chat_folder, capsys):
+    """As TRL's; documents still end with <|endoftext|>, which nobody learns there."""
+    tokenizer = ["--tokenizer", str(chat_folder / "tokenizer.json")]
+    file = written(tmp_path, [{"prompt": "Two?", "completion": "Four."}], *tokenizer)
+    told = capsys.readouterr().out
+    assert "answers end with <|im_end|> (token 2), the tokenizer's eos_token; documents end with <|endo" in told
+    assert file.document(0)[-2:].tolist() == [2, 0]
+    assert file.answers(0, file.num_tokens)[-2:].tolist() == [True, False]
+    # a token that is named ends both
+    tokenizer_and_end = [*tokenizer, "--end-of-text", "<|endoftext|>"]
+    file = written(tmp_path, [{"prompt": "Two?", "completion": "Four."}], *tokenizer_and_end)
+    assert file.document(0)[-1] == 0 and 2 not in file.document(0) and file.answers(0, file.num_tokens)[-1]
+    text = tmp_path / "text.txt"
+    text.write_text("Two and two")
+    assert prepare(["--input", str(text), "--output", str(tmp_path / "text"), *tokenizer]) == 0
+    told = capsys.readouterr().out
+    assert "documents end with <|endoftext|> (token 0), not with the tokenizer's eos_token, <|im_end|> (tok" in told
+
+
+def test_the_next_command_names_the_folder_of_the_tokenizer(tmp_path, chat_folder, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(chat_folder, folder)
+    (folder / "config.json").write_text("{}")
+    tokenizer = ["--tokenizer", str(folder / "tokenizer.json")]
+    written(tmp_path, [{"messages": TALK}], *tokenizer)
+    assert capsys.readouterr().out.endswith(f"--data.train {tmp_path / 'chats'} --model.huggingface {folder}\n")
+    written(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}], *tokenizer)
+    assert capsys.readouterr().out.endswith(f"--model.huggingface {folder} --training.objective dpo\n")
+    (folder / "tokenizer.json").unlink()
+    for name in (folder / "tokenizer.json", folder):
+        assert written(tmp_path, [{"messages": TALK}], "--tokenizer", str(name)) is None
+        said = f"error: {folder} has no tokenizer.json; give --tokenizer FILE (tokenizers' file; transformers' Au"
+        assert said in capsys.readouterr().err
+    assert written(tmp_path, [{"messages": TALK}], "--tokenizer", str(chat_folder)) is None
+    assert f"is a folder; give --tokenizer {chat_folder / 'tokenizer.json'}" in capsys.readouterr().err

@@ -237,6 +237,22 @@ def lose_a_shard(folder):
     sorted(folder.glob("*.safetensors"))[1].unlink()
 
 
+def test_a_folder_without_a_tokenizer_learns_none_from_the_text(made, tmp_path):
+    """Also where only a sentencepiece file lies there; text that was prepared has its own."""
+    rows = tmp_path / "text.txt"
+    rows.write_text("A text.\n\n" * 200)
+    fields = broken(made, tmp_path, lambda folder: (folder / "tokenizer.json").rename(folder / "tokenizer.model"))
+    fields |= {"data__valid": [], "data__directory": str(tmp_path / "prepared")}
+    run = RunConfig.from_dict(fields_of(made, "", **fields, data__train=str(rows)))
+    with pytest.raises(ValueError, match=r"folder has no tokenizer\.json; give data\.tokenizer \(tokenizers' file"):
+        run.check(1)
+    assert not (tmp_path / "prepared").exists()
+    RunConfig.from_dict(fields_of(made, "", **fields)).check(1)
+    RunConfig.from_dict(
+        fields_of(made, "", **fields, data__train=str(rows), data__tokenizer=str(made.tokenizer))
+    ).check(1)
+
+
 REFUSED = {
     "a pickle": (pickles, "holds pytorch_model.bin, a pickle that could run code"),
     "a truncated file": (truncate, "is damaged or truncated"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ from core.datasets.corpus import cached
 from core.training import RunConfig, initialize
 from core.training.config.texts import with_token_files
 from core.training.evaluate import main as evaluate
-from tests.datasets.chats import TALK, lines
+from tests.datasets.chats import CHATML, TALK, lines
 
 SIZES = {"model.num_layers": 1, "model.hidden_size": 32, "model.num_attention_heads": 4, "data.sequence_length": 32}
 RUN = SIZES | {"training.train_steps": 12, "training.global_batch_size": 4, "device": "cpu", "optimizer.lr": 1e-2}
@@ -188,3 +189,30 @@ def test_another_run_than_the_checkpoints_is_told_before_a_model_is_built(tmp_pa
     fields, message = CHANGED[case]
     with pytest.raises(ValueError, match=message):
         initialize(config=run_of(tmp_path, texts, **kept | fields))
+
+
+def test_chats_are_prepared_anew_where_their_template_or_an_end_has_changed(tmp_path, chat_folder):
+    folder = tmp_path / "model"
+    shutil.copytree(chat_folder, folder)
+    rows = lines(tmp_path / "chats.jsonl", [{"messages": TALK}])
+
+    def prefix():
+        return with_token_files(run_of(tmp_path, rows, data__tokenizer=str(folder / "tokenizer.json"))).data.train[0]
+
+    def configured(**fields):
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    first = prefix()
+    assert prefix() == first
+    configured(chat_template=CHATML.replace("<|im_end|>\n", "<|im_end|>"))
+    second = prefix()
+    assert second != first and TokenFile(second).num_tokens < TokenFile(first).num_tokens
+    (folder / "chat_template.jinja").write_text(CHATML)
+    third = prefix()
+    configured(eos_token="<|endoftext|>")
+    assert len({first, second, third, prefix()}) == 4
+    (folder / "chat_template.jinja").unlink()
+    configured(chat_template=None)
+    with pytest.raises(ValueError, match="has no chat template"):
+        prefix()

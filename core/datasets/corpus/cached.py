@@ -21,8 +21,10 @@ from core.datasets.shards.manifest import SUFFIX
 from core.datasets.token_file import TokenFile, file_paths
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
+from core.datasets.tokenizers.folder import answer_end, ends_told, shaping_digest
 
 _FORMAT = 1
+_CHATS_FORMAT = 2  # answers end with the eos_token beside the tokenizer
 # of fewer, paragraphs are the documents: training and validation parts consist of whole ones
 _FEW_FILES = 3
 # a process that waits looks so often, and so long for one that prepares
@@ -130,7 +132,8 @@ def _cache_key(
     if tokenizer is None:
         identity = f"learned {vocab_size}"
     else:
-        identity = load_tokenizer(tokenizer).identity
+        loaded = load_tokenizer(tokenizer)
+        identity = loaded.identity
     files = [
         (source.name, source.size, source.path.stat().st_mtime_ns) for source in text_files.sources
     ]
@@ -144,6 +147,11 @@ def _cache_key(
     ]
     if kind == "preferences":
         content.append(kind)
+    if tokenizer is not None:
+        # what identity leaves out: how documents end, and for chats all that lies beside the tokenizer
+        content.append(loaded.end_of_text)
+        if kind != "documents":
+            content += [_CHATS_FORMAT, shaping_digest(Path(tokenizer).parent)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
@@ -180,7 +188,12 @@ def _prepare(
             else:
                 prepare = prepare_preferences if kind == "preferences" else prepare_conversations
                 corpus = prepare(
-                    text_files, prefix, tokenizer, template_folder=folder, advance=advance
+                    text_files,
+                    prefix,
+                    tokenizer,
+                    template_folder=folder,
+                    answer_end=answer_end(tokenizer_file, tokenizer),
+                    advance=advance,
                 )
         card = corpus.card
         count = card.documents // 2 if kind == "preferences" else card.documents
@@ -188,6 +201,8 @@ def _prepare(
             f"prepared: {count:,} {kind}, {card.tokens:,} tokens of {card.vocab_size:,} in "
             f"{corpus.seconds:.1f} s; skipped: {skipped_text(dict(card.skipped))}"
         )
+        if tokenizer_file is not None:
+            report(ends_told(tokenizer, tokenizer_file, answers=kind != "documents"))
     finally:
         release_lock(lock_name, lock)
 

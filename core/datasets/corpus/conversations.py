@@ -135,15 +135,21 @@ def _is_conversation(row: Any) -> bool:
 
 
 class ConversationEncoder:
-    """Rows as tokens. folder: where the chat template lies; it is read at the first row of messages."""
+    """Rows as tokens. folder: where the chat template lies; it is read at the first row of messages.
 
-    def __init__(self, tokenizer: AnyTokenizer, folder: Path | None) -> None:
+    answer_end: the token that is learned behind a prompt's answer; default: the end of text.
+    """
+
+    def __init__(
+        self, tokenizer: AnyTokenizer, folder: Path | None, answer_end: int | None = None
+    ) -> None:
+        self._answer_end = tokenizer.end_of_text if answer_end is None else answer_end
         self._tokenizer = tokenizer
         self._folder = folder
         self._template: ChatTemplate | None = None
 
     def encode(self, row: Any) -> Conversation:
-        """Ends with the end of text, which after a prompt's answer is learned too. Raises `UnusableRowError`."""
+        """Ends with the end of text; the end of a prompt's answer is learned. Raises `UnusableRowError`."""
         if isinstance(row, dict) and "messages" in row:
             return self.encode_chat(row["messages"], row.get("tools"))
         prompt = row.get("prompt") if isinstance(row, dict) else None
@@ -157,11 +163,12 @@ class ConversationEncoder:
         return self.encode_answer(prompt, answer)
 
     def encode_answer(self, prompt: str, answer: str) -> Conversation:
-        """The two joined as they are, and the end of text."""
+        """The two joined as they are, with the answer's end; and the end of text, where that is another token."""
         # apart, so that no token is half prompt and half answer
         first, second = self._tokenizer.encode_batch([prompt, answer])
-        second = [*second, self._tokenizer.end_of_text]
-        return Conversation(first + second, [False] * len(first) + [True] * len(second))
+        second = [*second, self._answer_end]
+        joined = Conversation(first + second, [False] * len(first) + [True] * len(second))
+        return self._with_end_of_text(joined)
 
     def encode_chat(self, messages: Any, tools: Any = None, prompt: int = 0) -> Conversation:
         """As the template writes it, with the end of text. prompt: see `ChatTemplate.encode`."""
@@ -194,7 +201,7 @@ class ConversationEncoder:
             ) from None
 
     def _with_end_of_text(self, chat: Conversation) -> Conversation:
-        """With the end of text behind it, where the template writes none; what is learned is the template's end."""
+        """With the end of text behind it, where there is none yet; what is learned is the answer's own end."""
         end = self._tokenizer.end_of_text
         if chat.tokens and chat.tokens[-1] == end:
             return chat
@@ -207,16 +214,18 @@ def prepare_conversations(
     tokenizer: AnyTokenizer,
     *,
     template_folder: Path | None = None,
+    answer_end: int | None = None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> CorpusFiles:
     """As `prepare_files`, of chats and prompts: a document per row, in the order of the rows; answers are marked.
 
+    template_folder, answer_end: as of `ConversationEncoder`.
     Raises ValueError: no row that can be used; rows of messages without a chat template.
     """
     begin = time.perf_counter()
     prefix = checked_prefix(output)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    encoder = ConversationEncoder(tokenizer, template_folder)
+    encoder = ConversationEncoder(tokenizer, template_folder, answer_end)
     end = tokenizer.end_of_text
     with TokenFileWriter(
         prefix,

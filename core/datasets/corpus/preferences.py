@@ -104,6 +104,7 @@ def prepare_preferences(
     tokenizer: AnyTokenizer,
     *,
     template_folder: Path | None = None,
+    answer_end: int | None = None,
     advance: Callable[[int], None] = lambda nbytes: None,
 ) -> CorpusFiles:
     """As `prepare_conversations`, of preferences: two documents per row, chosen and rejected.
@@ -114,7 +115,7 @@ def prepare_preferences(
     begin = time.perf_counter()
     prefix = checked_prefix(output)
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    encoder = ConversationEncoder(tokenizer, template_folder)
+    encoder = ConversationEncoder(tokenizer, template_folder, answer_end)
     problems: list[str] = []
     with TokenFileWriter(
         prefix,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from core.datasets.tokenizers.byte_tokenizer import refuse_surrogates
+from core.datasets.tokenizers.eos_token import eos_token_beside
 
 try:
     import tokenizers as hf
@@ -55,7 +56,7 @@ class Tokenizer:
     def load(cls, path: str | Path, end_of_text: str | int | None = None) -> "Tokenizer":
         """The tokenizer in a `tokenizer.json`; raises `ValueError` if the file is none."""
         text = Path(path).read_text(encoding="utf-8", errors="replace")
-        eos_token = _eos_token_beside(Path(path))
+        eos_token = eos_token_beside(Path(path))
         return cls.from_text(text, end_of_text, name=str(path), eos_token=eos_token)
 
     @classmethod
@@ -120,19 +121,6 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; a token that cuts a character in two decodes to U+FFFD when it stands alone."""
         return self._inner.decode(list(ids), skip_special_tokens=False)
-
-
-def _eos_token_beside(path: Path) -> str | None:
-    """What transformers' tokenizer_config.json in the same folder calls the end of text, if it is there."""
-    try:
-        config = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    token = config.get("eos_token") if isinstance(config, dict) else None
-    # older files hold the token with its settings
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 def _find_end_of_text(

@@ -8,9 +8,8 @@ import torch
 from core.datasets import TokenFile, check_tokenizer, load_tokenizer, open_blend
 from core.datasets.corpus.cached import is_text
 from core.datasets.shards.manifest import is_list
+from core.datasets.tokenizers.folder import TOKENIZER, without_tokenizer
 from core.training.model.config import ModelConfig
-
-TOKENIZER = "tokenizer.json"
 
 
 def tokenizer_in(folder: str | Path | None) -> str | None:
@@ -31,7 +30,8 @@ def text_rules(
     if folder is None:
         return
     own = tokenizer_in(folder)
-    remedy = f"python -m core.datasets.prepare --input TEXT --output PREFIX --tokenizer {own or tokenizer}"
+    file = own or tokenizer or TOKENIZER
+    remedy = f"python -m core.datasets.prepare --input TEXT --output PREFIX --tokenizer {file}"
     yield (
         bool(train),
         f"model.huggingface={folder} has a vocabulary of its own, the default corpus another one; prepare your text "
@@ -46,6 +46,11 @@ def text_rules(
         same,
         f"data.tokenizer={tokenizer} is given beside model.huggingface={folder}, which has {TOKENIZER}; leave "
         "data.tokenizer out",
+    )
+    yield (
+        own is not None or tokenizer is not None or not _first_is_text(train),
+        f"model.huggingface={without_tokenizer(folder, 'data.tokenizer')}: without one a vocabulary would be learned "
+        "from the text, which is not the model's",
     )
     path = own or tokenizer
     if path is None or not Path(path).is_file() or not train or not same:
@@ -69,6 +74,14 @@ def text_rules(
             check_tokenizer(file, made)
         except ValueError as error:
             yield False, f"model.huggingface={folder}: {error} ({remedy})"
+
+
+def _first_is_text(train: tuple[str, ...]) -> bool:
+    """Whether the first of the training texts, whose tokenizer reads them all, is not prepared yet."""
+    try:
+        return bool(train) and is_text(open_blend(train)[0][1])
+    except ValueError:  # told by the rules of the files
+        return False
 
 
 def weight_rules(model: ModelConfig, sequence_length: int) -> Iterator[tuple[bool, str]]:
