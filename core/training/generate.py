@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
-from core.datasets.tokenizers.folder import without_tokenizer
+from core.datasets.tokenizers.folder import stop_tokens, without_tokenizer
 from core.dist_checkpointing.publish.manifest import MANIFEST
-from core.dist_checkpointing.reading.loading import load
+from core.dist_checkpointing.reading.loading import load, open_stored
 from core.dist_checkpointing.reading.newest import newest_checkpoint
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
+from core.models.huggingface.origin import origin
 from core.models.lora.base import adapters_of, load_adapted
 from core.parallel_state import (
     ParallelState,
@@ -62,7 +63,10 @@ def _parser() -> argparse.ArgumentParser:
         help="draw from the likeliest tokens that together have this probability",
     )
     add("--seed", type=int, default=0)
-    add("--end-of-text", help="the token that ends a text, where tokenizer.json does not tell")
+    add(
+        "--end-of-text",
+        help="the token that ends a text; default: eos_token_id of the folder, or what ended the run's documents",
+    )
     add("--parallel.tensor", dest="tensor", type=int, default=1, help="ranks that share the model")
     return parser
 
@@ -90,6 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer = load_tokenizer(
             options.tokenizer or source / "tokenizer.json", options.end_of_text
         )
+    stop = _stop(options, source if not is_checkpoint or options.source else None, tokenizer)
     # the embedding may have more rows than the tokenizer tokens (padding), never fewer
     if tokenizer.vocab_size > (vocab_size := arguments_of_model["vocab_size"]):
         raise ValueError(
@@ -105,10 +110,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
             load({"model": model.sharded_state_dict()}, options.model, ps=ps, cast=True)
         else:
             load_huggingface(model, source)
-        _print_texts(model, tokenizer, options.prompt, options.new_tokens, sampling, ps)
+        _print_texts(model, tokenizer, options.prompt, options.new_tokens, sampling, stop, ps)
         ps.leave()
         destroy_model_parallel()
     return 0
+
+
+def _stop(options: argparse.Namespace, folder: Path | None, tokenizer: AnyTokenizer) -> list[int]:
+    """The tokens that end a text: the one that was named, or those at which transformers stops with this folder.
+
+    folder: None of a run, which stops at what ended its documents as well. Of folders that name none, the
+    tokenizer's end of text.
+    """
+    end = [tokenizer.end_of_text]
+    if options.end_of_text is not None:
+        return end
+    if folder is not None:
+        return stop_tokens(folder) or end
+    began, _ = origin(open_stored(options.model).run)
+    return sorted({*end, *(stop_tokens(began) if began is not None else [])})
 
 
 def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bool) -> None:
@@ -133,6 +153,7 @@ def _print_texts(
     prompts: list[str],
     new_tokens: int,
     sampling: Sampling,
+    stop: list[int],
     ps: ParallelState,
 ) -> None:
     """Prints each text; of a single prompt each token as soon as it is known."""
@@ -158,7 +179,7 @@ def _print_texts(
         tokens,
         new_tokens=new_tokens,
         sampling=sampling,
-        stop=[tokenizer.end_of_text],
+        stop=stop,
         on_token=stream if alone else None,
     )
     if ps.rank == 0:

@@ -13,6 +13,7 @@ from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.manifest import read_manifest
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
+from core.models.huggingface.__main__ import main as export
 from core.parallel_state import ParallelState, layout_of
 from core.training import RunConfig, initialize
 from core.training.model.begin import begin
@@ -205,6 +206,35 @@ def test_a_pipeline_goes_on(ranks, tmp_path, tied):
     ranks(goes_on, str(tmp_path), tied, 1, world=2)
 
 
+@pytest.mark.filterwarnings("always")
+def test_an_export_without_a_source_has_the_files_of_the_folder(made, tmp_path, capsys):
+    """Its end of text is not the one that closes documents; a folder that is gone or another model's is told."""
+    folder = tmp_path / "hf"
+    shutil.copytree(made.train.parent / "qwen3", folder)
+    for name in ("config.json", "generation_config.json"):
+        rewrite_file(folder / name, eos_token_id=[7, 9])
+    (folder / "chat_template.jinja").write_text("a template")
+    saved = {"model__huggingface": str(folder), "checkpoint__directory": str(tmp_path / "steps")}
+    losses(made, {"training__train_steps": 1}, **saved, optimizer__lr_schedule="constant")
+    steps = str(tmp_path / "steps")
+    assert export(["export", steps, str(tmp_path / "out"), "--check"]) == 0
+    assert f"generation files are those of {folder}, which the model began as" in capsys.readouterr().out
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "a template"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == [7, 9]
+    rewrite_file(folder / "config.json", intermediate_size=56)
+    assert export(["export", steps, str(tmp_path / "other")]) == 0
+    assert "hf, which the model began as, cannot be asked" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    assert export(["export", steps, str(tmp_path / "gone")]) == 0
+    told = capsys.readouterr().err
+    assert f"warning: {folder}, which the model began as, is not there: its chat template and its own" in told
+    assert "eos_token_id is 0, which ends the run's documents. --source HF_DIR says where it is" in told
+
+
+def rewrite_file(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
 def broken(made, tmp_path, change):
     folder = tmp_path / "folder"
     shutil.copytree(made.train.parent / "qwen3", folder)
@@ -214,8 +244,7 @@ def broken(made, tmp_path, change):
 
 def rewrite(**fields):
     def change(folder):
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(config | fields))
+        rewrite_file(folder / "config.json", **fields)
 
     return change
 

@@ -1,6 +1,8 @@
 """Text from a folder of Hugging Face's, and from a checkpoint of it, by command."""
 
+import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import pytest
 import torch
 import transformers
 
-from core.datasets import train_tokenizer
+from core.datasets import load_tokenizer, train_tokenizer
+from core.datasets.tokenizers.folder import stop_tokens
 from core.models.huggingface.importing import import_huggingface
 from core.training.generate import main
 from tests import warm
@@ -84,3 +87,27 @@ def test_two_tensor_ranks_under_torchrun_say_the_same(folder, capsys):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == said
+
+
+def test_a_text_ends_where_the_folder_says(folder, tmp_path, capsys):
+    """At any id of generation_config.json, before config.json's; a token that is named comes before both."""
+    words = ["--prompt", "import os", "--new-tokens", "8"]
+    prompt = load_tokenizer(folder / "tokenizer.json").encode("import os")
+    hf = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([prompt])
+    new = hf.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, len(prompt) :].tolist()
+    said = {}
+    for name, end in {"whole": [0], "first": [0, new[0]], "named": [new[0]]}.items():
+        told = tmp_path / name
+        shutil.copytree(folder, told)
+        (told / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+        named = ["--end-of-text", "<|endoftext|>"] if name == "named" else []
+        assert main([str(told), *words, *named]) == 0
+        said[name] = capsys.readouterr().out
+    assert said["named"] == said["whole"] and len(said["first"]) < len(said["whole"])
+    assert stop_tokens(tmp_path / "first") == [0, new[0]]
+    (tmp_path / "first" / "generation_config.json").unlink()
+    (tmp_path / "first" / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    assert stop_tokens(tmp_path / "first") == [7]
+    (tmp_path / "first" / "config.json").unlink()
+    assert stop_tokens(tmp_path / "first") == []

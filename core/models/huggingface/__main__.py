@@ -15,6 +15,7 @@ from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.families import FAMILIES
 from core.models.huggingface.family.others import OTHERS
 from core.models.huggingface.importing import MODEL, import_huggingface
+from core.models.huggingface.origin import began_as, origin
 from core.models.huggingface.sources import Folder
 from core.models.lora.peft_folder import export_adapters
 
@@ -45,11 +46,8 @@ def _export(options: argparse.Namespace) -> int:
     say(f"{options.folder}: AutoModelForCausalLM.from_pretrained loads it")
     if difference is not None:
         say(f"max |logit difference| on 4 prompts: {difference:.2e}")
-    if options.source is None and (folder := _began_as(open_stored(checkpoint).run)):
-        say(
-            f"the model began as {folder}: with --source its other fields (special tokens, the longest sequence) and "
-            "files come along"
-        )
+    if options.source is None:
+        _say_origin(open_stored(checkpoint).run)
     return 0
 
 
@@ -71,12 +69,20 @@ def _checkpoint(options: argparse.Namespace) -> str:
     return found
 
 
-def _began_as(run: Mapping[str, Any]) -> str | None:
-    """The Hugging Face folder of a model's first weights; None: there was none."""
-    began_as: Any = run.get("began_as") or {}
+def _say_origin(run: Mapping[str, Any]) -> None:
+    """Of an export without --source: whose configuration, tokenizer and generation files it has."""
+    folder, _ = origin(run)
+    if folder is not None:
+        say(
+            f"configuration, tokenizer and generation files are those of {folder}, which the model began as"
+        )
+        return
     imported: Any = run.get("imported") or {}
-    folder: str | None = began_as.get("huggingface") or imported.get("folder")
-    return folder
+    if name := began_as(run) or imported.get("folder"):
+        say(
+            f"the model began as {name}: with --source its other fields (special tokens, the longest sequence) and "
+            "files come along"
+        )
 
 
 def _families(options: argparse.Namespace) -> int:
@@ -103,8 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--source",
         metavar="HF_DIR",
-        help="the folder that the model began as: configuration and tokenizer are taken from it. Default: what the "
-        "run said of its model",
+        help="the folder that the model began as: configuration and tokenizer are taken from it. Default: the one "
+        "that the run names, if it is there, or what the run said of its model",
     )
     command.add_argument("--check", action="store_true", help="logits within 1e-4 of transformers'")
     command.set_defaults(run=_export)

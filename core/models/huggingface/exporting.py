@@ -3,6 +3,7 @@
 One tensor is in memory at a time.
 """
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,6 +28,7 @@ from core.dist_checkpointing.tools.safetensors_files import new_folder, tensors_
 from core.models.gpt.description import described, description
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.family.family import HuggingFaceModel
+from core.models.huggingface.origin import origin
 from core.models.huggingface.written import (
     FolderForm,
     Parameters,
@@ -58,7 +60,8 @@ def export_huggingface(
     """Write the model of a checkpoint as Hugging Face's `folder`, there as a whole or not at all.
 
     source: the folder that the model began as; its configuration, tokenizer and generation files are carried over.
-    Default: what the run said of its model; it is written as the first family that says all of its facts.
+    Default: the folder that its run began as, where it is still there; else what the run said of its model, which is
+    written as the first family that says all of its facts (a warning tells what such a folder then lacks).
     check: transformers loads what was written, and its logits must be ours; the largest difference is returned.
     Raises ValueError: a checkpoint of another model than `source` describes (by name, with both shapes), one that
     says nothing of its model, a fact that no family has, logits that differ. ImportError: `check` without
@@ -128,6 +131,9 @@ def _export_adapted(
 def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> FolderForm:
     run = open_stored(checkpoint).run
     description_of_run: Any = run.get("model")
+    problem = ""
+    if source is None:
+        source, problem = origin(run)
     if source is not None:
         return form_of_source(source, description_of_run, str(checkpoint))
     if description_of_run is None:
@@ -136,6 +142,17 @@ def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> Fo
             "the trainer say it)"
         )
     tokenizer: Any = run.get("tokenizer")
+    if problem:
+        end = (
+            "none"
+            if tokenizer is None
+            else f"{tokenizer.get('end_of_text')}, which ends the run's documents"
+        )
+        warnings.warn(
+            f"{problem}: its chat template and its own eos_token_id are not known; eos_token_id is {end}. --source "
+            "HF_DIR says where it is",
+            stacklevel=3,
+        )
     return form_of_run(description_of_run, tokenizer)
 
 

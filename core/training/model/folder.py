@@ -30,8 +30,8 @@ def text_rules(
     if folder is None:
         return
     own = tokenizer_in(folder)
-    file = own or tokenizer or TOKENIZER
-    remedy = f"python -m core.datasets.prepare --input TEXT --output PREFIX --tokenizer {file}"
+    named = own or tokenizer or TOKENIZER
+    remedy = f"python -m core.datasets.prepare --input TEXT --output PREFIX --tokenizer {named}"
     yield (
         bool(train),
         f"model.huggingface={folder} has a vocabulary of its own, the default corpus another one; prepare your text "
