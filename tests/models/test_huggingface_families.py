@@ -366,3 +366,15 @@ def test_folders_that_cannot_be_read(tmp_path):
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config.json does not exist; give a folder"):
         from_huggingface(folder)
+
+
+def test_the_pages_name_every_family():
+    """As people write them: qwen3_moe is Qwen3-MoE."""
+    root = Path(__file__).parents[2]
+    spelt = {"gemma3_text": "gemma 3", "glm4_moe": "glm-4-moe", "olmo2": "olmo 2", "deepseek_v3": "and -v3"}
+    spelt |= {"gpt2": "gpt-2", "phi3": "phi-3"}
+    for page, begin in (("README.md", "| weights of Hugging Face"), ("docs/status.md", "| Hugging Face families")):
+        lines = (root / page).read_text(encoding="utf-8").splitlines()
+        (line,) = [line.lower() for line in lines if line.startswith(begin)]
+        names = [spelt.get(kind, kind.replace("_", "-")) for kind in FAMILIES]
+        assert not [name for name in names if name not in line], page

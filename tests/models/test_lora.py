@@ -175,6 +175,7 @@ def fresh(ps):
 
 REFUSED = {
     "unknown": (LoraConfig(rank=2, modules=("gate_proj",)), ["'gate_proj'", "mlp.linear_fc1", "linear_qkv"]),
+    "all": (LoraConfig(rank=2, modules=("all-linear",)), ["leave lora.modules out for all of them"]),
     "one of two": (LoraConfig(rank=2, modules=("linear_fc1", "fc1")), ["'fc1' is no linear"]),
     "large": (LoraConfig(rank=17), ["rank=17 is above the matrix of mlp.linear_fc1, [40, 16]", "at most 16"]),
     "none": (LoraConfig(), ["give a rank"]),

@@ -9,15 +9,18 @@ import torch
 import transformers
 from torch import nn
 
+from core.datasets import TokenFile
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.manifest import read_manifest
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
 from core.models.huggingface.__main__ import main as export
 from core.parallel_state import ParallelState, layout_of
-from core.training import RunConfig, initialize
+from core.training import RunConfig, initialize, load_run
 from core.training.model.begin import begin
 from core.training.run.assembly import assemble
+from core.training.run.data import open_corpus
+from core.training.run.summary import note_on_padding
 from tests.parity.whole import assembled
 from tests.states import state
 from tests.training.tiny import S, prepared
@@ -204,6 +207,32 @@ def goes_on(directory, tied, zero):
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_pipeline_goes_on(ranks, tmp_path, tied):
     ranks(goes_on, str(tmp_path), tied, 1, world=2)
+
+
+def test_a_padding_token_that_occurs_in_the_text_is_told(made, tmp_path):
+    """transformers trains no such row by its inputs."""
+    folder = tmp_path / "hf"
+    shutil.copytree(made.train.parent / "qwen3", folder)
+    told = []
+    run = RunConfig.from_dict(fields_of(made, "qwen3"))
+    corpus = open_corpus(run.data, run.training, state())
+    # what ends documents, a token of the text, one that never occurs, none
+    for token in (0, int(TokenFile(made.train).tokens(0, 1)[0]), 285, None):
+        rewrite_file(folder / "config.json", pad_token_id=token)
+        told.append(note_on_padding(str(folder), corpus))
+    assert [bool(note) for note in told] == [True, True, False, False]
+    assert "pad_token_id=0, which ends documents here: transformers leaves the gradient of that row" in told[0]
+    assert "which occurs in the text: " in told[1]
+    rewrite_file(folder / "config.json", pad_token_id=0, model_type="gpt2")
+    assert note_on_padding(str(folder), corpus) == ""
+
+
+def test_the_head_of_a_run_tells_what_the_folder_s_model_has(made):
+    """Facts that are off are in run.toml."""
+    loaded = load_run([f"--model.huggingface={made.train.parent / 'qwen3'}", f"--data.train={made.train}"])
+    facts = [line for line in loaded.lines() if line.endswith("(model.huggingface)")]
+    assert 5 < len(facts) < 30 and any(line.startswith("model.num_layers = ") for line in facts)
+    assert not [line for line in facts if " = false " in line or ' = "None" ' in line or " = 0 " in line]
 
 
 @pytest.mark.filterwarnings("always")

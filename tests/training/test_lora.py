@@ -232,7 +232,15 @@ def test_a_checkpoint_of_adapters_is_no_model_to_begin_with(made, base):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"lora__modules": ["q_proj"]}, ["'q_proj' is no linear", "self_attention.linear_qkv", "mlp.linear_fc2"]),
+        (
+            {"lora__modules": ["q_proj"]},
+            [
+                "'q_proj' is no linear",
+                "their q_proj is a part of linear_qkv, or all of it",
+                "self_attention.linear_qkv",
+                "mlp.linear_fc2",
+            ],
+        ),
         ({"lora__rank": 64}, ["rank=64 is above the matrix of", "use at most 32"]),
         ({"lora__rank": 0}, ["rank=0 must be at least 1"]),
         ({"lora__dropout": 1.0}, ["dropout=1.0 must be"]),

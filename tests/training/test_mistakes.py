@@ -1,5 +1,6 @@
 """What is said about a mistake in the description of a run, word by word."""
 
+import dataclasses
 import re
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 from core import __version__
 from core.training import load_run
 from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
+from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.megatron import MEGATRON
+from core.training.config.messages.names import unknown
 from core.training.config.run import between, known_fields
 from core.training.config.sources import checked, merge
 
@@ -132,9 +135,26 @@ def test_names_from_elsewhere_lead_to_fields_that_exist():
     assert not {*ELSEWHERE, *REMARKS} & {field.key for field in fields.values()}
     assert not set(TORCHTITAN) & set(fields)
     assert not (MEGATRON.keys() & {*ELSEWHERE, *REMARKS}), "one answer to a name"
-    named = {name for answer in MEGATRON.values() for name in re.findall(r"\b(\w+\.\w+)\b", answer)}
+    assert not (HUGGINGFACE.keys() & {*ELSEWHERE, *REMARKS, *MEGATRON}), "one answer to a name"
+    answers = [*MEGATRON.values(), *HUGGINGFACE.values()]
+    named = {name for answer in answers for name in re.findall(r"\b(\w+\.\w+)\b", answer)}
     parts = {name.partition(".")[0] for name in fields}
     assert not [name for name in named if name.partition(".")[0] in parts and name not in fields]
+
+
+def test_every_argument_of_the_trainer_has_an_answer():
+    """Of transformers' Trainer all; of TRL and peft, which are not installed here, those that users give."""
+    transformers = pytest.importorskip("transformers")
+    fields = known_fields()
+    answered = {*ELSEWHERE, *REMARKS, *MEGATRON, *HUGGINGFACE, *(field.key for field in fields.values())}
+    assert not {field.name for field in dataclasses.fields(transformers.TrainingArguments)} - answered
+    assert unknown("lora_r", fields) == "unknown lora_r; give lora.rank"
+    assert unknown("lora.r", fields) == "unknown lora.r; give lora.rank"
+    for name in ("beta", "loss_type"):
+        assert unknown(name, fields) == f"unknown {name}; did you mean dpo.{name}?"
+    assert unknown("max_seq_length", fields).endswith("give data.sequence_length")
+    assert unknown("packing", fields).startswith("unknown packing; leave it out: conversations are packed")
+    assert "model.seed" in unknown("seed", fields) and "checkpoint.load" in unknown("resume_from_checkpoint", fields)
 
 
 # as they are typed behind pretrain_gpt.py

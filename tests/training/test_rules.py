@@ -126,9 +126,11 @@ WRONG = {
         {"data": DataConfig(train="nowhere/t", valid="nowhere/v", tokenizer="nowhere/tokenizer.json")},
         1,
         "nowhere/t.bin does not exist: a token file is a .bin and an .idx; make it with `python -m "
-        "core.datasets.prepare --output nowhere/t`; "
+        "core.datasets.prepare --output nowhere/t`; for the data set of the Hugging Face Hub give "
+        "hf://datasets/nowhere/t; "
         "nowhere/v.bin does not exist: a token file is a .bin and an .idx; make it with `python -m "
-        "core.datasets.prepare --output nowhere/v`; "
+        "core.datasets.prepare --output nowhere/v`; for the data set of the Hugging Face Hub give "
+        "hf://datasets/nowhere/v; "
         "tokenizer=nowhere/tokenizer.json is not a file; give a tokenizer.json",
     ),
 }

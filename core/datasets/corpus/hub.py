@@ -17,6 +17,17 @@ SCHEME = "hf://"
 _FORM = re.compile(r"hf://datasets/([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+?))?/?")
 
 
+# ORG/NAME, as `datasets.load_dataset` takes it
+_BARE = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def hub_remedy(name: str) -> str:
+    """`; for the data set ...` of a name that is not there, if it is ORG/NAME without a folder ORG; else empty."""
+    if _BARE.fullmatch(name) is None or Path(name).parent.exists():
+        return ""
+    return f"; for the data set of the Hugging Face Hub give {SCHEME}datasets/{name}"
+
+
 _SPLIT = re.compile(r"(?<![a-z])(train|test|validation|valid|dev|eval)(?![a-z])")
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 
-from core.datasets.corpus.hub import hub_files, is_hub_name
+from core.datasets.corpus.hub import hub_files, hub_remedy, is_hub_name
 
 TEXT = (".txt", ".md", ".rst", ".py")
 LINES = (".jsonl", ".ndjson")
@@ -52,7 +52,9 @@ def find_sources(
     # all at once: who typed three wrong names should not correct them one by one
     missing = [str(path) for path in inputs if not Path(path).exists()]
     if len(missing) == 1:
-        raise ValueError(f"input {missing[0]} does not exist; name files or directories")
+        raise ValueError(
+            f"input {missing[0]} does not exist; name files or directories{hub_remedy(missing[0])}"
+        )
     if missing:
         raise ValueError(
             f"{len(missing)} of {len(inputs)} inputs do not exist: {', '.join(missing)}; name files or directories"

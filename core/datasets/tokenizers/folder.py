@@ -93,6 +93,12 @@ def padding_token(folder: str | Path) -> int | None:
     return found if isinstance(found, int) else None
 
 
+def model_type(folder: str | Path) -> str | None:
+    """`model_type` of config.json."""
+    found = _read(Path(folder) / "config.json").get("model_type")
+    return found if isinstance(found, str) else None
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

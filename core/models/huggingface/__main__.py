@@ -1,10 +1,12 @@
 """Hugging Face folders in and out: `import HF_DIR CKPT`, `export CKPT HF_DIR`, `adapters CKPT DIR`, `families`."""
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from core.dist_checkpointing.reading.lazy import lazy_tensors
@@ -55,6 +57,17 @@ def _adapters(options: argparse.Namespace) -> int:
     count = export_adapters(_checkpoint(options), options.folder, options.source)
     say(
         f"{options.folder}: {count} tensors; peft.PeftModel.from_pretrained(model, folder) loads them"
+    )
+    path = Path(options.folder).expanduser() / "adapter_config.json"
+    base = json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if base is None:
+        say(
+            "it names no base model: the run began as no folder; load the adapters onto the model that they are of"
+        )
+        return 0
+    whose = "as --source gives it" if options.source else "as the run was given it"
+    say(
+        f"base_model_name_or_path is {base}, {whose}; tokenizer and chat template are that folder's"
     )
     return 0
 

@@ -20,6 +20,14 @@ from core.tensor_parallel.low_rank import LowRank
 from core.transformer.dropout import Dropout
 from core.transformer.spec import Build
 
+# names of linears of ours -> what Hugging Face's models call them, or parts of them
+_THEIRS = {
+    "linear_qkv": ("q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"),
+    "linear_proj": ("o_proj", "out_proj", "dense"),
+    "linear_fc1": ("gate_proj", "up_proj", "gate_up_proj", "c_fc"),
+    "linear_fc2": ("down_proj",),
+}
+
 Linear = ColumnParallelLinear | RowParallelLinear
 # in the name of every parameter of an adapter, and of no other
 ADAPTER = ".adapter.lora_"
@@ -137,7 +145,7 @@ def _refuse(
         whole |= stage_sizes
     existing = sorted({_path(name) for name in whole})
     problems = [
-        f"modules: {module!r} is no linear of this model; there are {', '.join(existing)}"
+        f"modules: {module!r} is no linear of this model; there are {', '.join(existing)}{_theirs(module)}"
         for module in config.modules
         if not any(_is_named(name, (module,)) for name in whole)
     ]
@@ -184,3 +192,11 @@ def _adapt(
             )
     adapter.train(linear.training)
     linear.adapter = adapter
+
+
+def _theirs(module: str) -> str:
+    """What a name of Hugging Face's linears is here; empty: it is none."""
+    if module == "all-linear":
+        return "; leave lora.modules out for all of them"
+    ours = next((name for name, theirs in _THEIRS.items() if module in theirs), None)
+    return "" if ours is None else f"; their {module} is a part of {ours}, or all of it"

@@ -9,6 +9,7 @@ import torch
 from core import dist_checkpointing
 from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.cached import is_text
+from core.datasets.corpus.hub import hub_remedy
 from core.datasets.shards.manifest import ShardManifest, is_list
 from core.models.lora.config import LoraConfig
 from core.optimizer.config import NEEDS_STATES_AT_HAND, OptimizerConfig
@@ -205,6 +206,8 @@ def _file_rules(data: DataConfig) -> Rules:
                     f"sequence_length={length} needs {length + 1} tokens (one more to predict), {name}={prefix} has "
                     f"{tokens}; use at most {tokens - 1}, or more text",
                 )
+        except FileNotFoundError as error:
+            yield False, f"{error}{hub_remedy(prefix)}"
         except (ValueError, OSError) as error:
             yield False, str(error)
     if data.tokenizer is not None:

@@ -43,8 +43,12 @@ class Loaded:
         return [
             f"{name} = {literal(value)}  ({self.origin[name]})"
             for name, value in self.run.resolved().items()
-            if self.origin[name] != "default"
+            if self.origin[name] != "default" and not self._is_off(name, value)
         ]
+
+    def _is_off(self, name: str, value: Any) -> bool:
+        """Whether it is a fact of a folder or preset that says what the model does not have."""
+        return self.origin[name] in _WHOLE_MODELS and (value is None or value in (False, (), 0))
 
     def unused(self) -> list[str]:
         """What was set and has no effect beside the other settings."""

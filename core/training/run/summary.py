@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from core.datasets import ConversationBatches, PreferenceBatches
+from core.datasets.tokenizers.folder import model_type, padding_token
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import note_on_bf16
 from core.pipeline import Pipeline, SingleStage, Timeline
@@ -25,6 +26,10 @@ from core.training.run.data import Corpus
 from core.transformer.precision import in_8_bits
 
 _WIDEST = 118  # columns of a drawing
+# tokens of each text in which padding is looked for
+_LOOKED_AT = 1 << 18
+# families whose embedding has no padding_idx in transformers
+_TRAIN_PADDING = ("gpt2",)
 
 
 def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
@@ -99,6 +104,24 @@ def _in_8_bits(model: ModelConfig) -> str:
     )
 
 
+def note_on_padding(folder: str, corpus: Corpus) -> str:
+    """What is said of a padding token that occurs in the text; empty: there is none, or it does not."""
+    folder_path = Path(folder).expanduser()
+    token = padding_token(folder_path)
+    if token is None or model_type(folder_path) in _TRAIN_PADDING:
+        return ""
+    texts = (
+        source.tokens(0, min(source.num_tokens, _LOOKED_AT)) for _, source in corpus.train_parts
+    )
+    if not any(bool((tokens == token).any()) for tokens in texts):
+        return ""
+    place = "which ends documents here" if token == corpus.closes else "which occurs in the text"
+    return (
+        f"{folder}/config.json says pad_token_id={token}, {place}: transformers leaves the gradient of that row of "
+        "the input embedding out, here it is trained"
+    )
+
+
 def describe(
     stages: Mapping[int, nn.Module],
     ps: ParallelState,
@@ -112,6 +135,10 @@ def describe(
         say(f"note: {note}; model.bf16=false trains faster")
     if run.model.fp8 is not None and run.model.build is None:
         say(_in_8_bits(run.model))
+    if run.model.huggingface is not None:
+        note = note_on_padding(run.model.huggingface, corpus)
+        if note:
+            say(f"note: {note}")
     total, local = count_parameters(stages, ps)
     say(f"parameters: {total:,} in all, {local:,} on rank 0 (with padding)")
     if run.lora.rank is not None:

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 
 from core.training.config.fields import Field
 from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
+from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.megatron import MEGATRON
 
 # of difflib: "hiden_size" is like hidden_size, "new_field" like nothing
@@ -62,7 +63,7 @@ def _remark(name: str, fields_by_name: Mapping[str, Field]) -> str:
         return ""
     # theirs may be the name of a field of ours that means something else: --load
     if not dot or all(field.key != key for field in fields_by_name.values()):
-        return MEGATRON.get(key) or REMARKS.get(key, "")
+        return MEGATRON.get(key) or HUGGINGFACE.get(key) or REMARKS.get(key, "")
     return REMARKS.get(key, "")
 
 

@@ -13,7 +13,7 @@ class TrainingConfig:
     """How long, in which batches, and what is logged. Raises ValueError with every rule that is broken."""
 
     objective: Literal["next_token", "dpo"] = "next_token"
-    """next_token: every label alike. dpo: preferences, pairs of a chosen and a rejected response to one prompt; a row
+    """next_token: every label alike; dpo: preferences, pairs of a chosen and a rejected response to one prompt. A row
     of the batch sizes is then a pair, two rows of sequence_length tokens."""
 
     train_steps: int = 200
