@@ -232,6 +232,7 @@ def test_the_head_of_a_run_tells_what_the_folder_s_model_has(made):
     loaded = load_run([f"--model.huggingface={made.train.parent / 'qwen3'}", f"--data.train={made.train}"])
     facts = [line for line in loaded.lines() if line.endswith("(model.huggingface)")]
     assert 5 < len(facts) < 30 and any(line.startswith("model.num_layers = ") for line in facts)
+    assert not [line for line in facts if line.startswith("model.moe_")]
     assert not [line for line in facts if " = false " in line or ' = "None" ' in line or " = 0 " in line]
 
 

@@ -11,9 +11,12 @@ import pytest
 
 from core.datasets import TokenFile, load_tokenizer
 from core.datasets.corpus import cached
+from core.parallel_state import ParallelState
 from core.training import RunConfig, initialize
 from core.training.config.texts import with_token_files
 from core.training.evaluate import main as evaluate
+from core.training.run.data import open_corpus
+from core.training.run.summary import note_on_padding
 from tests.datasets.chats import CHATML, TALK, lines
 
 SIZES = {"model.num_layers": 1, "model.hidden_size": 32, "model.num_attention_heads": 4, "data.sequence_length": 32}
@@ -216,3 +219,13 @@ def test_chats_are_prepared_anew_where_their_template_or_an_end_has_changed(tmp_
     configured(chat_template=None)
     with pytest.raises(ValueError, match="has no chat template"):
         prefix()
+
+
+def test_padding_that_only_ends_chats_is_not_told(tmp_path, chat_folder):
+    """Nothing sees it there: its row has no gradient here either."""
+    rows = lines(tmp_path / "chats.jsonl", [{"messages": TALK}] * 4)
+    run = with_token_files(run_of(tmp_path, rows, data__tokenizer=str(chat_folder / "tokenizer.json")))
+    corpus = open_corpus(run.data, run.training, ParallelState.single("cpu"))
+    for token, told in ((0, False), (2, True)):
+        (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": token}))
+        assert bool(note_on_padding(str(tmp_path), corpus)) == told

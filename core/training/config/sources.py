@@ -48,7 +48,13 @@ class Loaded:
 
     def _is_off(self, name: str, value: Any) -> bool:
         """Whether it is a fact of a folder or preset that says what the model does not have."""
-        return self.origin[name] in _WHOLE_MODELS and (value is None or value in (False, (), 0))
+        if self.origin[name] not in _WHOLE_MODELS:
+            return False
+        of_experts = name.startswith("model.moe_")
+        return value in (None, False, (), 0) or (of_experts and not self._has_experts())
+
+    def _has_experts(self) -> bool:
+        return bool(self.run.resolved()["model.num_moe_experts"])
 
     def unused(self) -> list[str]:
         """What was set and has no effect beside the other settings."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from core.datasets import ConversationBatches, PreferenceBatches
+from core.datasets import ConversationBatches, PreferenceBatches, TokenSource
 from core.datasets.tokenizers.folder import model_type, padding_token
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import note_on_bf16
@@ -104,16 +104,26 @@ def _in_8_bits(model: ModelConfig) -> str:
     )
 
 
+def _has_inside(source: TokenSource, token: int) -> bool:
+    """Whether a token is in the first of a text where later ones see it: of conversations, not as their last."""
+    if not source.marks_answers:
+        return bool((source.tokens(0, min(source.num_tokens, _LOOKED_AT)) == token).any())
+    for number in range(source.num_documents):
+        start, stop = source.document_start(number), source.document_start(number + 1)
+        if start > _LOOKED_AT:
+            break
+        if bool((source.tokens(start, stop - 1) == token).any()):
+            return True
+    return False
+
+
 def note_on_padding(folder: str, corpus: Corpus) -> str:
     """What is said of a padding token that occurs in the text; empty: there is none, or it does not."""
     folder_path = Path(folder).expanduser()
     token = padding_token(folder_path)
     if token is None or model_type(folder_path) in _TRAIN_PADDING:
         return ""
-    texts = (
-        source.tokens(0, min(source.num_tokens, _LOOKED_AT)) for _, source in corpus.train_parts
-    )
-    if not any(bool((tokens == token).any()) for tokens in texts):
+    if not any(_has_inside(source, token) for _, source in corpus.train_parts):
         return ""
     place = "which ends documents here" if token == corpus.closes else "which occurs in the text"
     return (
