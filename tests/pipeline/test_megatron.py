@@ -5,6 +5,8 @@ import warnings
 from functools import cache
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from core.models.gpt import GPTModel, gpt_stages, llama_spec
 from core.parallel_state import ParallelState
@@ -165,3 +167,49 @@ def replicas_without_a_sum():
 
 def test_replicas_that_nobody_sums_are_told(ranks):
     ranks(replicas_without_a_sum)
+
+
+def shuffled(seed):
+    """A loader that draws its order when the first item is asked for."""
+    tokens = torch.arange(MICROBATCHES * B * 8).view(-1, 8) % VOCAB
+    pairs = [
+        {"tokens": row, "labels": row.roll(-1), "loss_mask": torch.ones(8, dtype=torch.float64)} for row in tokens
+    ]
+    torch.manual_seed(seed)
+    return iter(DataLoader(pairs, batch_size=B, shuffle=True))
+
+
+def noisy_step(iterator, model):
+    """Draws of a program's own beside the model's: which tokens are left out."""
+    part = next(iterator)
+    part["loss_mask"] = (torch.rand(part["tokens"].shape, dtype=torch.float64) > 0.3).double()
+    return forward_step(iter([part]), model)
+
+
+def losses_of_shuffled(pp, seed_of_rank):
+    ps = state(pp=pp)
+    model = chunks(ps, 1)
+    losses = []
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for step in range(2):
+            iterator = shuffled(step + seed_of_rank * ps.rank)
+            arguments = {"forward_step_func": noisy_step, "data_iterator": iterator, "model": model}
+            reports = get_forward_backward_func()(**arguments, num_microbatches=MICROBATCHES)
+            losses.append([report["lm loss"].item() for report in reports])
+        after = torch.rand(1).item()
+    return losses, after, [str(w.message) for w in caught]
+
+
+def test_what_a_forward_step_draws_is_the_same_on_every_stage(ranks):
+    ((expected, after, _),) = ranks(losses_of_shuffled, 1, 0, world=1)
+    first, last = ranks(losses_of_shuffled, 2, 0, world=2)
+    assert len({loss for step in expected for loss in step}) == 2 * MICROBATCHES
+    assert not first[2] and not last[2]
+    assert first[1] == last[1] == after
+    for found, wanted in zip(last[0], expected, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-12)
+
+
+def test_stages_that_draw_other_batches_are_told(ranks):
+    for _, _, told in ranks(losses_of_shuffled, 2, 7, world=2):
+        assert len(told) == 1 and "both belong to one pipeline" in told[0], told

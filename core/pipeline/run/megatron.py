@@ -11,9 +11,55 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core.autograd import GradSync, NullGradSync, StageContext
 from core.parallel_state import ParallelState, current_state
+from core.parallel_state.random import generators_of
+from core.pipeline.run.checks.plain_loop import BatchWatch
 from core.pipeline.run.pipeline import Pipeline
 
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[[Tensor], tuple]]]
+
+
+class _ProgramsRandomState:
+    """The states of torch's generators that a program's forward steps go on with, from one to the next.
+
+    An executor seeds each stage's forward by itself. A loader that shuffles at its first `next`, or noise on inputs,
+    would draw other numbers on each stage.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = generators_of(device)
+        self._held = [generator.get_state() for generator in self._generators]
+
+    def swap(self) -> None:
+        """The stage's states become the program's, or the program's the stage's."""
+        for place, generator in enumerate(self._generators):
+            state = generator.get_state()
+            generator.set_state(self._held[place])
+            self._held[place] = state
+
+    def restore(self) -> None:
+        """After a step, which has put back the states that it began with."""
+        for generator, state in zip(self._generators, self._held, strict=True):
+            generator.set_state(state)
+
+
+class _SeenIterator:
+    """A data iterator that remembers the first item of a step."""
+
+    def __init__(self, iterator: Iterator) -> None:
+        self._iterator = iterator
+        self.first: Any = None
+
+    def __iter__(self) -> "_SeenIterator":
+        return self
+
+    def __next__(self) -> Any:
+        item = next(self._iterator)
+        if self.first is None:
+            self.first = item
+        return item
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._iterator, name)
 
 
 class _StageWithInput:
@@ -22,11 +68,19 @@ class _StageWithInput:
     Megatron's scripts pass the tokens on every rank; on later stages the received activation takes their place.
     """
 
-    def __init__(self, model: nn.Module, received: Any) -> None:
+    def __init__(self, model: nn.Module, received: Any, random: _ProgramsRandomState) -> None:
         self._model = model
         self._received = received
+        self._random = random
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._random.swap()
+        try:
+            return self._call(*args, **kwargs)
+        finally:
+            self._random.swap()
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._received is None:
             return self._model(*args, **kwargs)
         if args:
@@ -53,12 +107,28 @@ class _ForwardStepModule(nn.Module):
         self.forward_step: ForwardStep | None = None
         self.data_iterator: Any = None
         self.loss_func: Callable[[Tensor], tuple] | None = None
+        self.random: _ProgramsRandomState | None = None
+
+    def take(
+        self,
+        forward_step: ForwardStep,
+        iterator: "_SeenIterator | None",
+        random: _ProgramsRandomState,
+    ) -> None:
+        """What the next step runs, and on which data."""
+        self.forward_step = forward_step
+        self.data_iterator = iterator
+        self.random = random
 
     def forward(self, received: Any = None) -> Any:
-        assert self.forward_step is not None
-        output, self.loss_func = self.forward_step(
-            self.data_iterator, _StageWithInput(self.model, received)
-        )
+        assert self.forward_step is not None and self.random is not None
+        self.random.swap()
+        try:
+            output, self.loss_func = self.forward_step(
+                self.data_iterator, _StageWithInput(self.model, received, self.random)
+            )
+        finally:
+            self.random.swap()
         return output
 
 
@@ -66,9 +136,16 @@ class _PipelineCache:
     """The pipeline of a model between calls, an attribute of its first chunk; a copy of the model starts without."""
 
     def __init__(self) -> None:
+        self.batch_watch: BatchWatch | None = None
         self.pipeline: Pipeline | None = None
         self.chunks: list[_ForwardStepModule] = []
         self.key: tuple = ()  # the arguments that it was built for
+
+    def compare_batches(self, iterator: _SeenIterator | None) -> None:
+        """After a step. Warns, once, on all pipeline ranks, where their first items differ."""
+        assert self.batch_watch is not None
+        self.batch_watch.before_step(iterator.first if iterator is not None else None)
+        self.batch_watch.after_step()
 
     def __deepcopy__(self, memo: dict) -> "_PipelineCache":
         return _PipelineCache()
@@ -112,6 +189,7 @@ def _cached_pipeline(
             seed=seed,
         )
         cache.pipeline.step_index = step_index
+        cache.batch_watch = BatchWatch(ps)
         # `loss_func` returns means
         cache.pipeline.sums_watch.close()
     return cache
@@ -186,9 +264,10 @@ def forward_backward(
         models, num_microbatches, ps, grad_sync, seed, forward_only=forward_only
     )
     assert cache.pipeline is not None
-    for chunk, iterator in zip(cache.chunks, iterators, strict=True):
-        chunk.forward_step = forward_step_func
-        chunk.data_iterator = iterator
+    random = _ProgramsRandomState(ps.device)
+    seen = [None if iterator is None else _SeenIterator(iterator) for iterator in iterators]
+    for chunk, iterator in zip(cache.chunks, seen, strict=True):
+        chunk.take(forward_step_func, iterator, random)
     reports: list[Any] = []
 
     def loss_fn(output: Tensor, microbatch: Any) -> tuple[Tensor, float]:
@@ -202,15 +281,17 @@ def forward_backward(
     if forward_only:
         cache.pipeline.evaluate(None, loss_fn)
     else:
-        contexts = [chunk.stage for chunk in cache.chunks if isinstance(chunk.stage, StageContext)]
-        with _averages(contexts, num_microbatches):
+        with _averages(cache.chunks, num_microbatches):
             cache.pipeline.step(None, loss_fn)
+        cache.compare_batches(seen[0])
+    random.restore()
     return reports
 
 
 @contextmanager
-def _averages(contexts: Sequence[StageContext], num_microbatches: int) -> Iterator[None]:
+def _averages(chunks: Sequence[_ForwardStepModule], num_microbatches: int) -> Iterator[None]:
     """What the stages add to the loss is averaged as the loss is."""
+    contexts = [chunk.stage for chunk in chunks if isinstance(chunk.stage, StageContext)]
     for context in contexts:
         context.averaged_over = num_microbatches
     try:
