@@ -15,7 +15,11 @@ import torch
 
 from core.dist_checkpointing import load, load_common_state_dict, load_plain_tensors
 from core.dist_checkpointing.__main__ import main
+from core.dist_checkpointing.tools.foreign.megatron_settings import settings_of
 from core.models.gpt import GPTModel, get_gpt_layer_local_spec, llama_spec
+from core.training.config.sources import merge
+from core.training.model.config import ModelConfig
+from core.training.run.facts import model_of_checkpoint
 from core.transformer import TransformerConfig
 from tests.states import state as parallel
 
@@ -202,3 +206,60 @@ def test_a_missing_file_and_a_missing_step_are_named(saved, tmp_path, capsys):
     (source / "latest_checkpointed_iteration.txt").write_text("8")
     assert main(["import", str(source), str(tmp_path / "ours")]) == 2
     assert "names '8', which is not there" in capsys.readouterr().err
+
+
+LLAMA_ARGUMENTS = {
+    "num_layers": 4,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": 24,
+    "swiglu": True,
+}
+LLAMA_ARGUMENTS |= {"group_query_attention": True, "num_query_groups": 2, "position_embedding_type": "rope"}
+LLAMA_ARGUMENTS |= {"rotary_base": 500000, "rotary_percent": 0.5, "norm_epsilon": 1e-6, "add_bias_linear": False}
+LLAMA_ARGUMENTS |= {"normalization": "RMSNorm", "untie_embeddings_and_output_weights": True, "moe_router_topk": 2}
+
+
+def test_arguments_are_settings_of_a_run():
+    found = settings_of(LLAMA_ARGUMENTS | {"seq_length": 8, "use_rope_scaling": True, "rope_scaling_factor": 4.0})
+    of_model = {name.removeprefix("model."): value for name, value in found.items() if name.startswith("model.")}
+    assert found["data.sequence_length"] == 8 and "moe_router_topk" not in of_model
+    assert of_model["rotary_scaling"]["kind"] == "llama3" and of_model["rotary_scaling"]["factor"] == 4.0
+    config = ModelConfig(**of_model).transformer()
+    assert (config.rotary.base, config.rotary.percent, config.layernorm_epsilon) == (500000, 0.5, 1e-6)
+    assert config.gated_linear_unit and not config.add_bias_linear and config.num_query_groups == 2
+    gpt2 = {"position_embedding_type": "learned_absolute", "bias_gelu_fusion": True, "rotary_base": 10000}
+    found = settings_of(gpt2)
+    assert found["model.activation_func"] == "gelu_tanh" and "model.rotary_base" not in found
+    assert settings_of(gpt2 | {"bias_gelu_fusion": False})["model.activation_func"] == "gelu"
+    assert found["model.tie_embeddings"] and found["model.style"] == "gpt2"
+
+
+@pytest.mark.parametrize("unknown", [{"multi_latent_attention": True}, {"position_embedding_type": "mrope"}])
+def test_arguments_of_parts_that_are_not_here_are_no_settings(unknown):
+    assert settings_of(LLAMA_ARGUMENTS | unknown) == {}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_run_takes_the_models_facts_from_the_checkpoint(saved, kind, tmp_path, capsys):
+    def change(content, folder):
+        """What Megatron itself says of shared experts, and these files do not."""
+        said = {name: value for name, value in MOE.items() if name.startswith("moe")} if kind == "moe" else {}
+        said |= {"add_bias_linear": kind == "gpt"}
+        content["args"] = argparse.Namespace(**vars(content["args"]) | said)
+
+    imported(rewritten(saved / kind, tmp_path / "theirs", change), tmp_path / "ours", capsys)
+    merged = merge(["--checkpoint.weights", str(tmp_path / "ours"), "--data.sequence-length", "16"])
+    config = merged.draft.sections["model"]
+    expected = gpt(kind).config
+    found = config.transformer()
+    names = ("num_layers", "hidden_size", "num_query_groups", "ffn_hidden_size", "normalization", "gated_linear_unit")
+    for name in (*names, "num_moe_experts", "add_bias_linear", "kv_channels"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert config.tied == (kind == "gpt") and config.vocab_size == 32
+    arguments = model_of_checkpoint(tmp_path / "ours")
+    model = GPTModel(**arguments)
+    load({"model": model.sharded_state_dict()}, tmp_path / "ours")
+    reference = torch.load(saved / kind / "logits.pt")
+    with torch.no_grad():
+        torch.testing.assert_close(model(reference["tokens"]), reference["logits"], rtol=0, atol=5e-7)

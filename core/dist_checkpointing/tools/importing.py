@@ -49,6 +49,7 @@ class Import:
     """What is imported. tensors, objects: by key. skipped: key -> why it cannot be imported.
 
     derived: key -> the array that it is read from, and as which dtype. origin: the program that wrote it.
+    settings: what its program says of the model, as a run's settings by flat name; {} where it says nothing.
     """
 
     version: str
@@ -57,6 +58,7 @@ class Import:
     skipped: dict[str, str] = field(default_factory=dict)
     derived: dict[str, dict[str, str]] = field(default_factory=dict)
     origin: str = "torch.distributed.checkpoint"
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def metadata(self) -> dict[str, Json]:
@@ -135,6 +137,7 @@ def _of_files(folder: str, program: str, read: Callable[[str], ForeignCheckpoint
         raise ValueError(f"{folder}: {error!r}: not as {program} writes it") from None
     imported = Import(contents.version, contents.tensors, origin=program)
     imported.derived = contents.derived
+    imported.settings = contents.settings
     imported.skipped = contents.skipped
     for key, value in contents.values.items():
         try:
@@ -265,7 +268,9 @@ def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
 
 def run_of(imported: Import) -> dict[str, Any]:
     """What the manifest of an import says in the place of a run: where it came from, and when."""
-    return {
+    run = {
         "imported": {"from": imported.origin, "version": imported.version},
         "time": time.time(),
     }
+    # as a run's own checkpoint says them: another run begins with this model
+    return run | ({"settings": imported.settings} if imported.settings else {})

@@ -12,6 +12,9 @@ from core.models.gpt.description import described, description
 from core.models.gpt.gpt_model import GPTModel
 from core.models.lora.base import fingerprint
 from core.training.config import RunConfig
+from core.training.config.run import known_fields
+from core.training.model.config import ModelConfig
+from core.training.model.weights import model_settings
 from core.training.run.data import Corpus
 
 
@@ -48,11 +51,23 @@ def facts_of_run(
 def model_of_checkpoint(checkpoint: str | Path) -> dict[str, Any]:
     """The arguments of GPTModel. Raises ValueError: the checkpoint does not say them."""
     run = open_stored(checkpoint).run
-    if "model" not in run:
+    if "model" in run:
+        return described(run["model"])
+    settings = model_settings(str(checkpoint))
+    if not settings:
         raise ValueError(
             f"{checkpoint} says nothing of its model; give --source, the Hugging Face folder that it began as"
         )
-    return described(run["model"])
+    # of an import: what its own program said of it
+    known = known_fields()
+    values = {
+        name.removeprefix("model."): known[name].read(value)
+        for name, value in settings.items()
+        if name in known
+    }
+    length: Any = run.get("settings", {})
+    model = ModelConfig(**values)
+    return model.arguments(model.vocab_size or 1, length.get("data.sequence_length") or 1)
 
 
 def tokenizer_of_checkpoint(

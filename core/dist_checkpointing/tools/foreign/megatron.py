@@ -12,6 +12,7 @@ from typing import Any
 from core.dist_checkpointing.tools.foreign.dcp import ByteRange, SavedTensor
 from core.dist_checkpointing.tools.foreign.foreign_checkpoint import ForeignCheckpoint
 from core.dist_checkpointing.tools.foreign.megatron_files import MegatronRank, read_ranks
+from core.dist_checkpointing.tools.foreign.megatron_settings import settings_of
 from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor
 from core.parallel_state.flat import Box
 
@@ -194,6 +195,7 @@ def read_megatron(folder: str) -> ForeignCheckpoint:
     contents.skipped["optimizer"] = (
         "Megatron's states of a file per rank are not read: save it as torch_dist with Megatron for those"
     )
+    contents.settings = settings_of(first.arguments)
     contents.values = {f"megatron/{name}": value for name, value in first.values.items()}
     return contents
 
