@@ -75,16 +75,17 @@ class RowSums:
     def __deepcopy__(self, memo: dict) -> "RowSums":
         return RowSums(self.group, self.replicas)
 
-    def follow(self, output: Tensor, rows_dim: int = 1) -> None:
+    def follow(self, output: Tensor, rows_dim: int = 1, *, sums_are_given: bool = False) -> None:
         """Of a forward whose rows are this rank's. In its backward: one all-gather of some numbers over cp.
 
         rows_dim: 1 of losses and logits [b, s/cp, ...], 0 of a model's hidden states without its head [s/cp, b, h].
+        sums_are_given: an executor takes sums over rows and divides them itself.
         """
         if self.group is None:
             return
         self._forwards += 1
         if not self._forwards & (self._forwards - 1) and not self.told:
-            sums = _Sums(self, output)
+            sums = _Sums(self, output, judges_totals=not sums_are_given)
             output.register_hook(sums.compare)
             sums.mark(output, _axes_of_rows(output, rows_dim))
             self._latest = weakref.ref(sums)
@@ -94,7 +95,7 @@ class RowSums:
     ) -> None:
         """Before a forward: follow hidden states that the program's hooks are given, until `end_look`.
 
-        shares: how many rows they may have. sums_are_given: an executor takes sums over rows and divides them itself.
+        shares: how many rows they may have. sums_are_given: as of `follow`.
         """
         if self.group is None or self.told or not torch.is_grad_enabled():
             return
