@@ -69,6 +69,9 @@ class RowSums:
         self.replicas = replicas
         self._forwards = 0
         self._forwards_inside = 0
+        self._evaluations = 0
+        # kept, since tensors hold who follows them weakly: of evaluations 1, 2, 4, 8 ...
+        self._evaluated: list[_Sums] = []
         self._inside = HookedRows()
         self._latest: weakref.ref[_Sums] | None = None
 
@@ -83,12 +86,24 @@ class RowSums:
         """
         if self.group is None:
             return
+        if not output.requires_grad:
+            if not sums_are_given:
+                self._follow_reads(output, rows_dim)
+            return
         self._forwards += 1
         if not self._forwards & (self._forwards - 1) and not self.told:
             sums = _Sums(self, output, judges_totals=not sums_are_given)
             output.register_hook(sums.compare)
             sums.mark(output, _axes_of_rows(output, rows_dim))
             self._latest = weakref.ref(sums)
+
+    def _follow_reads(self, output: Tensor, rows_dim: int) -> None:
+        """Of an evaluation: statistics of this rank's rows are told where they are read; nothing has a gradient."""
+        self._evaluations += 1
+        if not self._evaluations & (self._evaluations - 1) and not self._told_of_log:
+            sums = _Sums(self, output)
+            sums.mark(output, _axes_of_rows(output, rows_dim))
+            self._evaluated.append(sums)
 
     def look_inside(
         self, model: nn.Module, shares: tuple[int, ...], *, sums_are_given: bool

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 
 from core.data_parallel import DataParallel
-from core.models.gpt import GPTModel, gpt2_spec, llama_spec
+from core.models.gpt import GPTModel, gpt2_spec, gpt_stages, llama_spec
 from core.models.huggingface import canonical, from_huggingface, load_huggingface
 from core.parallel_state import ContextRows, ParallelConfig, context_batch
 from core.parallel_state.collectives import all_gather_objects
 from core.pipeline import Pipeline, SingleStage
+from core.pipeline.schedule import schedules
 from core.training import next_token_loss
 from core.training.generation import generate_batch
 from core.transformer import TransformerConfig
@@ -253,3 +254,71 @@ def test_what_an_executors_loss_makes_of_hooked_hidden_states_is_told(ranks, pp,
 )
 def test_transformers_agrees_also_with_each_document_alone(ranks, kind, cp, comm_type, packed):
     ranks(against_transformers, kind, cp, comm_type, packed, world=cp)
+
+
+def loss_of_preferences(output, microbatch):
+    """SimPO's: rows 2 i chosen, 2 i + 1 rejected, a sigmoid of the difference of their means."""
+    means = -output.mean(1)
+    values = -torch.nn.functional.logsigmoid(20.0 * (means[0::2] - means[1::2]) - 0.5)
+    return values.sum(), len(values)
+
+
+def loss_of_hardest(output, microbatch):
+    count = output.numel() // 2
+    return output.flatten().topk(count).values.sum(), count
+
+
+def loss_of_tokens(output, microbatch):
+    return output.sum(), output.numel()
+
+
+def said_by_an_executor(loss_fn, pp):
+    ps = state(cp=2, pp=pp)
+    tokens = torch.arange(4 * 16).view(4, 16) % VOCAB
+    rows = context_batch({"tokens": tokens, "labels": tokens.roll(-1, 1)}, ps)
+    config = small(num_layers=2)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        if pp == 1:
+            model = GPTModel(config, llama_spec(), VOCAB, 16, parallel=ps)
+            executor = SingleStage(model, ps=ps, num_microbatches=2)
+        else:
+            stages = gpt_stages(
+                config, llama_spec(), VOCAB, 16, placement=schedules.placement("1f1b", 2), parallel=ps
+            )
+            executor = Pipeline(stages, ps=ps, num_microbatches=2)
+        executor.step(rows, loss_fn)
+    return ps.is_last_stage, [str(w.message) for w in caught if "context parallelism" in str(w.message)]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize(
+    "loss_fn, message",
+    [
+        (loss_of_preferences, "counts otherwise than the same sum of another"),
+        (loss_of_hardest, "topk of [16] works across rows"),
+        (loss_of_tokens, None),
+    ],
+)
+def test_an_executors_loss_that_is_no_sum_over_rows_is_told(ranks, loss_fn, message, pp):
+    for is_last, told in ranks(said_by_an_executor, loss_fn, pp, world=2 * pp):
+        assert len(told) == (is_last and message is not None), told
+        assert all(message in text for text in told)
+
+
+def said_in_an_evaluation():
+    ps = state(cp=2)
+    tokens = torch.arange(4 * 16).view(4, 16) % VOCAB
+    rows = context_batch({"tokens": tokens, "labels": tokens.roll(-1, 1)}, ps)
+    model = GPTModel(small(num_layers=1), llama_spec(), VOCAB, 16, parallel=ps).eval()
+    with warnings.catch_warnings(record=True, action="always") as caught, torch.no_grad():
+        for _ in range(3):
+            losses = model(**rows)
+            mean = f"{losses.mean():.3f}"
+        before = len(caught)
+        largest = f"{model(**rows).max():.3f}"
+    return mean, largest, before, [str(w.message) for w in caught]
+
+
+def test_a_largest_loss_of_own_rows_is_told_in_an_evaluation_too(ranks):
+    for _, _, before, told in ranks(said_in_an_evaluation, world=2):
+        assert before == 0 and len(told) == 1 and "max of rows which are this context rank's is read" in told[0], told

@@ -27,7 +27,7 @@ def product(states):
 def written(states):
     for s in states.values():
         s["exp_avg"].mul_(0.5)
-        s["exp_avg"][:1] = 3.0
+        s["exp_avg"][s["exp_avg"] == s["exp_avg"]] = 3.0
     return [str(s["exp_avg"]) + f"{s['step']}" for s in states.values()]
 
 
@@ -58,6 +58,25 @@ def test_a_number_of_a_part_is_told_once(ranks, look, zero_stage, tp):
     for told in ranks(said_of, look, zero_stage, tp, world=2):
         assert len(told) == 1 and "by hand sees" in told[0] and "other ranks hold the rest" in told[0], told
         assert "sees 1024 of the 2048 elements of exp_avg" in told[0]
+
+
+def rows_by_number(states):
+    for s in states.values():
+        s["exp_avg"][torch.tensor([1, 5])] = 0.0
+
+
+def columns_by_number(states):
+    for s in states.values():
+        with pytest.raises(IndexError):  # told before
+            s["exp_avg"].view(-1)[:, 1]
+
+
+@pytest.mark.parametrize("zero_stage, tp", [(1, 1), (3, 1), (0, 2)])
+@pytest.mark.parametrize("look", [rows_by_number, columns_by_number])
+def test_rows_of_a_part_by_number_are_told_once(ranks, look, zero_stage, tp):
+    for told in ranks(said_of, look, zero_stage, tp, world=2):
+        assert len(told) == 1 and "by hand sees 1024 of the 2048 elements of exp_avg" in told[0], told
+        assert "not of the parameter's rows" in told[0]
 
 
 @pytest.mark.parametrize("look, zero_stage", [(norm, 0), (squares, 0), (written, 0), (written, 1), (written, 3)])

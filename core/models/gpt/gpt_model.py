@@ -225,12 +225,10 @@ class GPTModel(ModelWeights):
     def _follow_output(self, output: Tensor, *, is_loss: bool) -> None:
         """After a forward: what a program does with its output and, until the next one, by hand."""
         self._row_sums.end_look()
-        if not output.requires_grad:
-            return
-        # an executor knows that it sums over the ranks; in a loop of the user's own, mistakes are looked for
-        if self.stage.driven:
+        # an executor sums over the ranks by itself; in a loop of the user's own, mistakes are looked for
+        if self.stage.driven or not output.requires_grad:
             if self.post_process:
-                self._row_sums.follow(output, sums_are_given=True)
+                self._row_sums.follow(output, sums_are_given=self.stage.driven)
             return
         if self.config.balances_experts:
             follow_loss(output, self.stage, is_models=is_loss)

@@ -41,51 +41,70 @@ class StateByParameter(ReadOnlyStates):
 
 
 class ShownShard(ListenedTensor):
-    """This rank's part of a state. A norm, a sum or a product of it by a program is told; writes go to the state."""
+    """This rank's part of a state. Norms, sums, products and rows by number are told; writes go to the state."""
 
-    on_sum: Callable[[str], None]
+    tell: Callable[[str, str], None]  # of a kind, by a function
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
         name = function_name(func)
         kind = KIND_OF_FUNCTION.get(name)
         shards = [x for x in args if isinstance(x, ShownShard)]
-        if shards and called_by_program(sys._getframe(1)):
+        by_program = bool(shards) and called_by_program(sys._getframe(1))
+        # before torch's own error, of a dim that a flat part does not have
+        if by_program and kind == "index" and not _by_values(shards[0], args):
+            shards[0].tell("index", name)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if by_program:
             if kind in ("reduction", "product"):
-                shards[0].on_sum(name)
+                shards[0].tell("sum", name)
             elif type(result) is Tensor and result.numel() == shards[0].numel():
                 # squares, say, that are summed next
-                return shown(result, shards[0].on_sum)
+                return shown(result, shards[0].tell)
         return result
 
 
-def shown(tensor: Tensor, on_sum: Callable[[str], None]) -> Tensor:
-    """An alias of `tensor` that calls on_sum(name of the function) where a program reduces it."""
+def _by_values(shard: ShownShard, args: tuple) -> bool:
+    """Whether elements are chosen by a mask of the part's own shape, or all of them are."""
+    chosen = args[1] if len(args) > 1 else None
+    if isinstance(chosen, Tensor):
+        return chosen.dtype is torch.bool and chosen.shape == shard.shape
+    return chosen is Ellipsis or (isinstance(chosen, slice) and chosen == slice(None))
+
+
+def shown(tensor: Tensor, tell: Callable[[str, str], None]) -> Tensor:
+    """An alias of `tensor` that calls tell("sum" or "index", name of the function) where a program does that."""
     shard = tensor.as_subclass(ShownShard)
-    shard.on_sum = on_sum
+    shard.tell = tell
     return shard
 
 
+_REMEDIES = {
+    "sum": "Sum over the ranks that share it: parallel_state.get_data_parallel_group(with_context_parallel=True) "
+    "under ZeRO, get_tensor_model_parallel_group() where tensor ranks split it",
+    "index": "Under ZeRO they are a flat part, so numbers are of elements, not of the parameter's rows. Choose them "
+    "by their values, a mask of the state's own shape; rows by number want zero_stage=0 and one tensor rank",
+}
+
+
 class ShardSums:
-    """Warns once of a sum by hand over states of which other ranks hold the rest."""
+    """Warns, once of each kind, of sums and numbers by hand over states of which other ranks hold the rest."""
 
     def __init__(self) -> None:
-        self._has_warned = False
+        self._warned_of: set[str] = set()
 
-    def telling(self, kind: str, name: str, held: int, full: int) -> Callable[[str], None]:
+    def telling(self, kind: str, name: str, held: int, full: int) -> Callable[[str, str], None]:
         """For one state of one parameter, of which this rank holds `held` of `full` elements."""
 
-        def tell(function: str) -> None:
-            if not self._has_warned:
-                self._has_warned = True
+        def tell(what: str, function: str) -> None:
+            if what not in self._warned_of:
+                self._warned_of.add(what)
                 warnings.warn(
                     f"{function} by hand sees {held} of the {full} elements of {kind} of {name}: other ranks hold "
-                    "the rest. Sum over the ranks that share it: parallel_state.get_data_parallel_group(with_context_"
-                    "parallel=True) under ZeRO, get_tensor_model_parallel_group() where tensor ranks split it",
+                    f"the rest. {_REMEDIES[what]}",
                     stacklevel=4,
                 )
 
