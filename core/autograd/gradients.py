@@ -84,3 +84,13 @@ def no_second_derivative(what: str) -> RuntimeError:
         f"{what} has no second derivative, and backward was asked for one (create_graph=True): Hessian-vector "
         "products and gradient penalties need a model of torch's own operations"
     )
+
+
+def refuse_transforms(what: str) -> None:
+    """Raise ValueError inside of torch.func.grad, vmap, jvp and their like. what: whose operations they would see."""
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            f"{what} inside of a transform of torch.func (functorch: grad, vmap, jvp, jacrev, hessian): its "
+            "operations have backwards of their own, which these do not see. torch.autograd.grad gives gradients, a "
+            "loop over the samples those of each (torch.func.functional_call alone is right)"
+        )

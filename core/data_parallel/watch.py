@@ -168,6 +168,10 @@ class UpdateWatch:
         # a recomputation
         if torch._C._current_graph_task_id() != -1:
             return
+        # a transform of torch.func, in which nothing outside of it may be written
+        if torch._C._are_functorch_transforms_active():
+            self._refuse_freed_weights()
+            return
         agreement = self._agreement
         self._forwards += 1
         versions = sum([buffer.versions for buffer in self._buffers])
@@ -186,6 +190,15 @@ class UpdateWatch:
                 look=True,
             )
             self._meetings = agreement.meetings
+
+    def _refuse_freed_weights(self) -> None:
+        """Raises ValueError: weights of ZeRO stage 3 cannot come and go inside of a transform."""
+        if any(buffer.stage == 3 for buffer in self._buffers):
+            raise ValueError(
+                "a forward inside of a transform of torch.func (functorch: grad, vmap, jvp, jacrev) at zero_stage=3: "
+                "weights are gathered and freed in it, which these refuse; use zero_stage=2, or a loop over the "
+                "samples with torch.autograd.grad"
+            )
 
     def _look_at_values(self) -> bool:
         """Whether weights are others than at the last look, and ranks have not met since; `.data` has no versions."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
+from core.autograd.gradients import refuse_transforms
 from core.parallel_state import layout_of
 from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.collectives import Group
@@ -178,9 +179,9 @@ class _Before:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if self.watch is None or any(p.is_meta for p in module.parameters()):
             return
+        refuse_transforms("a module of parallel layers")
         self.watch.check_before(module, self._shared_inputs(module, args, kwargs))
-        if not torch._C._are_functorch_transforms_active():
-            self._look_inside(module)
+        self._look_inside(module)
 
     def _look_inside(self, module: nn.Module) -> None:
         """In the first two forwards, and in two more where hooks were registered since."""

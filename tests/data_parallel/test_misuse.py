@@ -1,13 +1,18 @@
 """What is done to a model or a step behind DataParallel's back is told, where it would train wrongly in silence."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
-from core.optimizer import OptimizerConfig, ShardedAdamW
+from core.dist_checkpointing import load, save
+from core.optimizer import OptimizerConfig, ShardedAdamW, sharded_state_dict
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
+from tests.pool import RankError
+from tests.states import state
 
 ALONE = ParallelState.single("cpu")
 X = torch.ones(4, 8)
@@ -66,3 +71,66 @@ def test_a_step_after_one_that_failed():
     twin.load_state_dict(model.state_dict())
     twin(X).square().sum().backward()
     assert all(torch.equal(p.main_grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def per_sample(zero_stage):
+    ps = state()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    DataParallel(model, ps, zero_stage=zero_stage)
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights, x):
+        return torch.func.functional_call(model, weights, (x[None],)).square().sum()
+
+    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, torch.ones(3, 4))
+    return found["0.weight"].shape
+
+
+def test_gradients_per_sample_by_torch_func(ranks):
+    assert ranks(per_sample, 1) == [torch.Size([3, 4, 4])] * 2
+    with pytest.raises(
+        RankError, match=r"inside of a transform of torch.func .* at zero_stage=3: .* use zero_stage=2"
+    ):
+        ranks(per_sample, 3)
+
+
+def saved_by_torchs_optimizer(path):
+    """Losses after a restart at another stage, and without one."""
+    ps = state()
+
+    def made(seed, zero_stage):
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 4)
+        shard = DataParallel(model, ps, zero_stage=zero_stage)
+        return model, shard, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def losses(model, optimizer, steps):
+        found = []
+        for step in steps:
+            torch.manual_seed(step)
+            loss = model(torch.randn(2, 4)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # whole weights of stage 3 are lent
+        model, shard, optimizer = made(0, 3)
+        losses(model, optimizer, range(2))
+        with pytest.raises(ValueError, match="at ZeRO stage 3, where a rank keeps parts, model.state_dict"):
+            save({"model": sharded_state_dict(shard), "optimizer": optimizer}, path, ps=ps)
+        save({"model": model.state_dict(), "optimizer": optimizer}, path, ps=ps)
+        expected = losses(model, optimizer, range(2, 5))
+        for zero_stage in (3, 2):
+            model, _, optimizer = made(1, zero_stage)
+            weights = model.state_dict()
+            load({"model": weights, "optimizer": optimizer}, path, ps=ps)
+            model.load_state_dict(weights)
+            assert losses(model, optimizer, range(2, 5)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_torchs_optimizer_over_freed_weights_is_saved_with_whole_ones(ranks, tmp_path):
+    ranks(saved_by_torchs_optimizer, str(tmp_path / "checkpoint"))

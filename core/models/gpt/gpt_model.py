@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from core.autograd import StageContext
+from core.autograd.gradients import refuse_transforms
 from core.context_parallel import Documents, begin_of_rows, visible_mask
 from core.context_parallel.row_sums import RowSums
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, checked_chunk, mask_padding
@@ -17,7 +18,6 @@ from core.models.gpt.inputs import (
     check_tokens,
     check_values,
     one_of_two,
-    refuse_transforms,
 )
 from core.models.gpt.layer_numbers import stack_of, stage_layers
 from core.models.gpt.weights import ModelWeights
@@ -334,7 +334,7 @@ class GPTModel(ModelWeights):
     ) -> int:
         """Shapes, dtypes and ranges, without waiting for a device; returns the sequence length."""
         if not torch.compiler.is_compiling():
-            refuse_transforms()
+            refuse_transforms("a GPTModel")
         tp = self.place.tp if self.place.splits_sequence else 1
         if self.pre_process:
             check_tokens(tokens, self.vocab_size)

@@ -39,16 +39,6 @@ def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = 
         raise ValueError(f"{name} holds {int(invalid[0])}, valid are 0 to {size - 1}{second_value}")
 
 
-def refuse_transforms() -> None:
-    """Raise ValueError inside of torch.func.grad, vmap, jvp and their like."""
-    if torch._C._are_functorch_transforms_active():
-        raise ValueError(
-            "a GPTModel inside of a transform of torch.func (functorch: grad, vmap, jvp, jacrev, hessian): its "
-            "operations have backwards of their own, which these do not see. torch.autograd.grad gives gradients, a "
-            "loop over the samples those of each (torch.func.functional_call alone is right)"
-        )
-
-
 def one_of_two(name: str, value: Tensor | None, other: str, second_value: Tensor | None) -> Tensor:
     """The value that was given under one of two names of an argument. Raises TypeError: neither, or both."""
     value_given = value if second_value is None else second_value
