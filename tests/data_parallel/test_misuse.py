@@ -120,7 +120,7 @@ def saved_by_torchs_optimizer(path):
         warnings.simplefilter("ignore")  # whole weights of stage 3 are lent
         model, shard, optimizer = made(0, 3)
         losses(model, optimizer, range(2))
-        with pytest.raises(ValueError, match="at ZeRO stage 3, where a rank keeps parts, model.state_dict"):
+        with pytest.raises(ValueError, match="at ZeRO stage 3, where a rank keeps parts, "):
             save({"model": sharded_state_dict(shard), "optimizer": optimizer}, path, ps=ps)
         save({"model": model.state_dict(), "optimizer": optimizer}, path, ps=ps)
         expected = losses(model, optimizer, range(2, 5))

@@ -80,7 +80,7 @@ class ModelWeights(nn.Module):
                 f"state_dict() holds the parts of tensor rank {self.place.rank} of {self.place.tp}, expert rank "
                 f"{self.parallel.index('ep')} of {self.parallel.size('ep')}: one rank's file "
                 "(torch.distributed.checkpoint writes one, too) loses the others'. Use dist_checkpointing.save("
-                "model.sharded_state_dict(), directory), or a file per rank",
+                "model.sharded_state_dict(), directory), or a file per rank; a copy in memory for this rank is right",
                 stacklevel=2,
             )
         state: dict[str, Any] = super().state_dict(*args, **kwargs)
