@@ -2,10 +2,12 @@
 
 import copy
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,6 +48,12 @@ class Closed:
         )
 
 
+@cache
+def _alive_groups() -> "weakref.WeakSet[Group]":
+    """Of this process: a world that is left takes them along, whoever still holds one."""
+    return weakref.WeakSet()
+
+
 @dataclass(eq=False)
 class Group:
     """A process group of more than one rank, with what a layer needs to know as plain attributes.
@@ -74,6 +82,7 @@ class Group:
         )
         self.staged = self.gloo - {"cpu"}
         self._on_host: Group | None = None
+        _alive_groups().add(self)
 
     def let_go(self) -> None:
         """After its process group was left: hold it no more, whoever still holds this. Gloo's threads end with it."""
@@ -196,6 +205,9 @@ def destroy_world() -> None:
     """
     if is_initialized():
         dist.destroy_process_group()
+    # gloo's threads must end before Python does: it would abort ("terminate called without an active exception")
+    for group in tuple(_alive_groups()):
+        group.let_go()
     module = sys.modules.get("torch.distributed.nn.functional")
     # whoever imported the module before the world was left has the group in its default arguments
     for function in vars(module).values() if module is not None else ():
