@@ -168,10 +168,15 @@ class UpdateWatch:
         # a recomputation
         if torch._C._current_graph_task_id() != -1:
             return
-        # a transform of torch.func, in which nothing outside of it may be written
+        # a transform of torch.func, which would refuse writes to what is outside of it
         if torch._C._are_functorch_transforms_active():
             self._refuse_freed_weights()
-            return
+            with torch._C._DisableFuncTorch():
+                self._look_for_updates()
+        else:
+            self._look_for_updates()
+
+    def _look_for_updates(self) -> None:
         agreement = self._agreement
         self._forwards += 1
         versions = sum([buffer.versions for buffer in self._buffers])

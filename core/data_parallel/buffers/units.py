@@ -123,7 +123,8 @@ class StageUnits:
     def _after_forward(self, unit: Unit, position: int | None, output: Any) -> None:
         # by a method of the program's, which calls layers but not the root: no hook of the root sees its backward
         without_root = not self._in_root_forward and _backward_now() == -1
-        with_graph = torch.is_grad_enabled()
+        # backwards inside of a transform of torch.func reach no parameter: its gradients are its results
+        with_graph = torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
         if with_graph and (self._frees or (self._divided and position is None)):
             for leaf in pytree.tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
