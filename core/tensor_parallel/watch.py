@@ -88,8 +88,8 @@ class SplitWatch:
         self._by_hand: ByHand | None = None
         self._split: list[tuple[nn.Module, str]] = []
         self._forwards_with_gradients = 0
-        # kinds of arithmetic, on weights or on gradients
-        self._warned_of: set[tuple[str, bool]] = set()
+        # kinds of arithmetic, on weights, on gradients or on states
+        self._warned_of: set[tuple[str, bool, bool]] = set()
         # a parameter, and its version in the last forward
         self._probe: tuple[Tensor, int] | None = None
 
@@ -162,7 +162,9 @@ class SplitWatch:
         """
         if self._by_hand is None:
             self._by_hand = ByHand(
-                partial(self._warn_of_arithmetic, weakref.ref(module)), gradients=True
+                partial(self._warn_of_arithmetic, weakref.ref(module)),
+                gradients=True,
+                states=True,
             )
         if look_again:
             self._split = []
@@ -182,7 +184,7 @@ class SplitWatch:
     def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
         mixes_shards = heard.kind == "sum" and self._mixes_shards(heard)
         model_alive = module()
-        kind = (heard.kind, heard.of_gradient)
+        kind = (heard.kind, heard.of_gradient, bool(heard.of_state))
         if (
             model_alive is None
             or kind in self._warned_of
@@ -301,8 +303,9 @@ class SplitWatch:
             f"{labels} should be the same on all tensor ranks, and differs between {ranks} after an update, in "
             f"forward {self._forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
             "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
-            "core.optimizer.GradScaler; a parameter that is applied to this rank's heads or columns (a norm "
-            "of each head) wants core.tensor_parallel.sum_gradient(parameter, group) in forward; an adapter around a "
+            "core.optimizer.GradScaler; LBFGS takes products of parts: use AdamW, SGD; a parameter that is applied to "
+            "this rank's heads or columns (a norm of each head) wants "
+            "core.tensor_parallel.sum_gradient(parameter, group) in forward; an adapter around a "
             "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"
         )
 

@@ -49,7 +49,10 @@ class _OptimizerWatch:
         self._eager = ExitStack()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Tell of its class, or begin to listen. A closure would run forwards: then nobody listens."""
+        """Tell of its class, or begin to listen. A closure would run forwards: then nobody listens.
+
+        Raises ValueError: it cannot be right.
+        """
         name = type(optimizer).__name__
         model = self._model()
         if model is None or self._warned or name in _ELEMENTWISE or self._optimizer is not None:
@@ -59,6 +62,11 @@ class _OptimizerWatch:
         affected = [p for p in parameters if _is_split(p)] or [p for p in parameters if p.dim() > 2]
         if not affected or type(optimizer).__module__.startswith("core."):
             return
+        if isinstance(optimizer, torch.optim.LBFGS) and _is_split(affected[0]):
+            raise ValueError(
+                "LBFGS takes products over all parameters, of which tensor ranks hold parts: use one tensor rank, or "
+                "an optimizer that updates each element by its own gradient and states (AdamW, SGD)"
+            )
         is_known = any(word in name.lower() for word in _OF_MATRICES)
         if is_known or not is_foreign(type(optimizer)):
             self._warn(name, affected[0])

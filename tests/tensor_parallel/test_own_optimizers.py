@@ -8,6 +8,7 @@ import torch
 from core.models.gpt import GPTModel, llama_spec
 from core.transformer import TransformerConfig
 from tests.pipeline.test_own_optimizers import Adafactor, Compiled, Lars, Own
+from tests.pool import RankError
 from tests.states import state
 
 SHAPE = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "add_bias_linear": False}
@@ -81,7 +82,15 @@ def said_of(make):
     model = GPTModel(config, llama_spec(), 32, 8, parallel=ps)
     optimizer = make(model.parameters())
     tokens, labels = torch.arange(16).view(2, 8), torch.arange(1, 17).view(2, 8)
+
+    def closure():
+        loss = model(tokens, labels=labels).mean()
+        loss.backward()
+        return loss
+
     with warnings.catch_warnings(record=True, action="always") as caught:
+        if make is torch.optim.LBFGS:
+            optimizer.step(closure)
         for _ in range(3):
             model(tokens, labels=labels).mean().backward()
             optimizer.step()
@@ -111,3 +120,9 @@ def test_what_takes_norms_or_products_of_a_part_is_told_once(ranks, make, name):
 def test_fused_matrices_of_one_process(ranks, make, is_told):
     (told,) = ranks(said_of, make, world=1)
     assert len(told) == is_told and all("[groups, heads, d, h]" in message for message in told), told
+
+
+def test_lbfgs_is_refused_by_its_name(ranks):
+    with pytest.raises(RankError, match="LBFGS takes products over all parameters, of which tensor ranks hold parts"):
+        ranks(said_of, torch.optim.LBFGS, world=2)
+    assert ranks(said_of, torch.optim.Adam, world=2) == [[], []]

@@ -342,7 +342,7 @@ CASES = [
         "AdamW, SGD, `ShardedMuon`",
         "Adafactor",
     ),
-    refused("LBFGS", weights(lbfgs), "after an update", "AdamW, SGD"),
+    refused("LBFGS", weights(lbfgs), "LBFGS takes products of parts", "AdamW, SGD"),
     Case("`ShardedAdamW` over ZeRO-1", sharded(1)),
     Case("`ShardedAdamW` over ZeRO-3", sharded(3)),
     Case("a deep copy, trained on", weights(copied)),

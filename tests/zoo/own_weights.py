@@ -76,6 +76,32 @@ def renormed(dim):
     return weights(program)
 
 
+def moments(change):
+    """What a program does to AdamW's states of the first linear after each step."""
+
+    def program(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for _ in range(3):
+            train(model, optimizer, steps=1)
+            with torch.no_grad():
+                change(optimizer.state[model.feedforward.up.weight], model.feedforward.up.weight)
+
+    return weights(program)
+
+
+def forget_rows(state, weight):
+    state["exp_avg"][[1, 5]] = 0
+
+
+def forget_where_small(state, weight):
+    state["exp_avg"].mul_(weight.abs() > 0.05)
+    assert sum(value.numel() for value in state.values()) > 0
+
+
+def by_update_norm(state, weight):
+    weight.sub_(0.1 * state["exp_avg"] / state["exp_avg"].norm())
+
+
 def told(what, run, remedy=FULL, says="part of a weight.*full_tensor"):
     return Case(what, run, "told", says, remedy, elsewhere={ONE: ("right", "")})
 
@@ -104,4 +130,9 @@ CASES = [
         "gather_from_tensor_region",
     ),
     Case("a hook that comes after some steps, `torch.nan_to_num(y) * 2`", late(lambda y: torch.nan_to_num(y) * 2)),
+    told("rows by number of AdamW's moments set to 0", moments(forget_rows), "a mask of values", "exp_avg of .*rows"),
+    told(
+        "a norm of AdamW's moments", moments(by_update_norm), "`all_reduce` over the tensor group", "exp_avg of .*sum"
+    ),
+    Case("AdamW's moments times a mask of their values, their sizes summed", moments(forget_where_small)),
 ]

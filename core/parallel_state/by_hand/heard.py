@@ -13,6 +13,10 @@ _FULL_TENSOR_REMEDY = (
     "core.tensor_parallel.full_tensor(parameter) is the whole, with a gradient; or sum over "
     "parallel_state.get_tensor_model_parallel_group()"
 )
+_STATE_REMEDY = (
+    "choose elements by their values, or by this rank's rows; sum over "
+    "parallel_state.get_tensor_model_parallel_group()"
+)
 _NORM_REMEDY = (
     "core.optimizer.get_grad_norm(parameters) is the whole model's norm, "
     "clip_grad_norm_ beside it clips by it"
@@ -37,6 +41,9 @@ class Heard:
     name: str = ""
     joined: bool = False  # several of them, by cat, stack or a function of a list
     reduced: str = ""  # the function that made one number of it
+    of_state: str = (
+        ""  # the name of an optimizer's state, exp_avg: of that instead of the parameter
+    )
     is_penalty: bool = False  # numbers of several weights, summed with a gradient
     is_number: bool = True  # of a reduction: one number, not one for each row
     along_whole_dims: bool = False  # each rank has all of what was reduced: rows of a column linear
@@ -48,6 +55,9 @@ class Heard:
         layout = layout_of(self.parameter)
         is_split = bool({"tp", "ep"} & layout.split.keys())
         is_shard = is_split and tuple(self.parameter.shape) != layout.padded_shape()
+        # how much memory states take is each rank's own
+        if self.of_state and self.kind == "shape":
+            return False
         return is_shard and self.kind in WRONG_ON_SHARDS and not self.along_whole_dims
 
     def message(self, *modules: nn.Module) -> str:
@@ -57,11 +67,15 @@ class Heard:
         shape = list(self.parameter.shape)
         full_shape = list(layout_of(self.parameter).padded_shape())
         subject = "the gradient of " if self.of_gradient else ""
+        if self.of_state:
+            subject = f"{self.of_state} of "
         if self.kind == "shape":
             remedy = (
                 "buffers of that shape are right; widths, fan-ins, counts and draws of the whole want "
                 "core.parallel_state.layout_of(parameter).shape"
             )
+        elif self.of_state:
+            remedy = _STATE_REMEDY
         elif self.kind == "index":
             remedy = "rows and columns by number are this rank's; core.tensor_parallel.full_tensor gives the whole"
         elif self.of_gradient:

@@ -30,6 +30,7 @@ from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
 from core.parallel_state.by_hand.listening_classes import listening_classes, run_plain
 from core.parallel_state.by_hand.numbers import of_parameter
 from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.states import states_of
 from core.parallel_state.by_hand.whole_dims import axes_of_result
 from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
@@ -48,7 +49,7 @@ class ByHand:
     torch's or ours steps, parameters are plain.
     numbers: norms and counts of weights are followed until those of several are put together; while an optimizer of
     the program's own steps, those of gradients too, and nothing else is reported. buffers: what is made like a
-    parameter (`zeros_like`) is followed for good.
+    parameter (`zeros_like`) is followed for good. states: so are, between steps, the states of torch's optimizers.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class ByHand:
         gradients: bool = False,
         numbers: bool = False,
         buffers: bool = True,
+        states: bool = False,
     ) -> None:
         self._report = report
+        self._states = states
         self._gradients = gradients
         self._numbers = numbers
         self._buffers = buffers
@@ -161,6 +164,9 @@ class ByHand:
             self._in_optimizer = False
             self._eager.close()
         self._listening()
+        if self._states and not hasattr(optimizer, "shard"):
+            for state, source in states_of(optimizer, self._parameters):
+                self._follow(state, source)
 
     def _listening(self) -> None:
         for parameter in self._parameters:
