@@ -303,8 +303,8 @@ class SplitWatch:
             f"{labels} should be the same on all tensor ranks, and differs between {ranks} after an update, in "
             f"forward {self._forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
             "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
-            "core.optimizer.GradScaler; LBFGS takes products of parts: use AdamW, SGD; a parameter that is applied to "
-            "this rank's heads or columns (a norm of each head) wants "
+            "core.optimizer.GradScaler; LBFGS takes products of parts: use AdamW, SGD; a parameter that is applied "
+            "to this rank's heads or columns (a norm of each head) wants "
             "core.tensor_parallel.sum_gradient(parameter, group) in forward; an adapter around a "
             "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"
         )
