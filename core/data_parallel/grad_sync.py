@@ -98,8 +98,7 @@ class GradientSums:
     def _begin_plain(self) -> None:
         """Begin a step of a plain loop, which announces nothing."""
         self.split = False
-        self._has_executor = False
-        self._summed = False
+        self._has_executor = self._summed = False
         self._hooked = []
         self._counts = self._backward_passes is not None and not self._divided
         for slot in self.slots:
@@ -165,6 +164,7 @@ class GradientSums:
         # already, by `contribute`
         added = type(gradient) is BucketGradient
         if self.phase and not self._renewed() and self.phase.drops(slot.name):
+            self.phase = Phase.STEPPED
             parameter.grad = slot.gradient if added else None
             return
         if not added:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from core.data_parallel.agreement import BITS, Agreement, options_of
 from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, slot_of
+from core.data_parallel.buffers.life import Phase
 from core.data_parallel.refusals import RootHook, refuse_sparse
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.environment import reading_waits
@@ -48,7 +49,9 @@ class UpdateWatch:
         self._versions = 0
         # checksums of the weights
         self._seen: Tensor | None = None
-        self._hooks: list[Any] = []
+        # those that torch's optimizers have stepped, of gradients that are summed
+        self._stepped: set[ParameterSlot] = set()
+        self._hooks: list[Any] = [after_optimizer_steps(self._after_optimizer)]
         if agreement.is_shared:
             # torch's registry must not keep this alive, nor a deep copy have its hooks
             weak_self = weakref.ref(self)
@@ -59,9 +62,8 @@ class UpdateWatch:
                     watch._before_forward(module)
 
             hook = RootHook(before_forward)
-            self._hooks = [stage.register_forward_pre_hook(hook) for stage in stages]
+            self._hooks += [stage.register_forward_pre_hook(hook) for stage in stages]
             self._hooks.append(before_optimizer_steps(self._before_optimizer))
-            self._hooks.append(after_optimizer_steps(self._after_optimizer))
 
     def remove(self) -> None:
         """Take the hooks out."""
@@ -73,6 +75,17 @@ class UpdateWatch:
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._agreement.in_optimizer = False
+        if not self._slots:
+            return
+        sums = self._slots[0].sums
+        # our own say it themselves
+        if hasattr(optimizer, "shard") or sums.phase is not Phase.SUMMED:
+            self._stepped.clear()
+            return
+        for group in optimizer.param_groups:
+            self._stepped.update(slot for p in group["params"] if (slot := slot_of(p)) is not None)
+        if all(slot in self._stepped for slot in self._slots if slot.delivered):
+            sums.phase = Phase.KEPT
 
     @torch.no_grad()
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

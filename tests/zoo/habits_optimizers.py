@@ -10,7 +10,7 @@ from torch import Tensor
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from tests.states import state
-from tests.zoo.habit_side import DECAY, RATE, Side, habits, loss_of, steps
+from tests.zoo.habit_side import DECAY, RATE, Net, Side, habits, loss_of, steps
 
 HABITS, habit = habits()
 
@@ -208,3 +208,54 @@ def torchs_sgd(side: Side) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return side.weights(wrapped, model)
+
+
+@habit("a GAN with torch.optim.AdamW as DCGAN does it: backward of D twice, its step, then G's loss through D")
+def dcgan(side: Side) -> dict[str, Tensor]:
+    generator, judge = side.net(seed=1), side.net(lambda: Net(1), seed=2)
+    of_g, of_d = side.wrap(generator), side.wrap(judge)
+    step_g, step_d = (torch.optim.AdamW(net.parameters(), lr=RATE) for net in (generator, judge))
+    for step in range(3):
+        z = side.x(step)
+        judge.zero_grad()
+        (judge(side.x(step + 50)) - 1).square().mean().backward()
+        fake = generator(z)
+        judge(fake.detach()).square().mean().backward()
+        step_d.step()
+        generator.zero_grad()
+        (judge(fake) - 1).square().mean().backward()
+        step_g.step()
+    found = {f"g.{name}": t for name, t in side.weights(of_g, generator).items()}
+    return found | {f"d.{name}": t for name, t in side.weights(of_d, judge).items()}
+
+
+def late_backward(side: Side, counts: bool) -> dict[str, Tensor]:
+    model = side.net()
+    wrapped = side.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    loss_of(model, side.x(0)).backward()
+    for step in range(1, 4):
+        optimizer.step()
+        if counts:
+            loss_of(model, side.x(step)).backward()
+        else:
+            x = side.x(step).requires_grad_()
+            loss_of(model, x).backward()
+            optimizer.zero_grad()
+            loss_of(model, x + 0.1 * x.grad.sign()).backward()
+    return side.weights(wrapped, model)
+
+
+@habit("torch.optim.SGD: a backward for a saliency map between step() and zero_grad()")
+def dropped(side: Side) -> dict[str, Tensor]:
+    return late_backward(side, counts=False)
+
+
+@habit(
+    "torch.optim.SGD: a backward after step() without zero_grad(), then a step",
+    "was used up by the optimizer's step",
+    "`zero_grad()` before the backward",
+    outcome="refused",
+)
+def summed_with_used(side: Side) -> dict[str, Tensor]:
+    return late_backward(side, counts=True)

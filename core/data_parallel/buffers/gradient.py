@@ -126,7 +126,8 @@ class ParameterSlot:
             )
         if self.sums.phase is Phase.STEPPED:
             raise RuntimeError(
-                f"the gradient of {self.name} was used up by the optimizer's step; read it between backward and step"
+                f"the gradient of {self.name} was used up by the optimizer's step; read it between backward and "
+                "step, and call zero_grad() before a backward that counts"
             )
         self.sums.sum_and_average()
 

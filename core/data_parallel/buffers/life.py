@@ -5,7 +5,10 @@
 | fresh | accumulating | summed | stepped, nothing moves | fresh |
 | accumulating | accumulating | summed | stepped | fresh, sums that have begun are completed |
 | summed | refused: its part would be in no sum | refused | stepped | fresh |
+| kept | stepped: what comes is dropped | refused | stepped | fresh |
 | stepped | stepped: what comes is dropped, as `zero_grad` will | refused | refused | fresh |
+
+Kept: an optimizer of torch's has used all of them, and `.grad` can still be read.
 """
 
 from enum import IntEnum
@@ -17,6 +20,7 @@ class Phase(IntEnum):
     OPEN = 0  # fresh or accumulating: contributions are added
     SUMMED = 1  # `finish` has run
     STEPPED = 2  # an optimizer has used them up
+    KEPT = 3  # an optimizer of torch's has used them; they can be read
 
     def refuse_second(self) -> None:
         """Raise ValueError: gradients are summed and used once."""
@@ -36,7 +40,8 @@ class Phase(IntEnum):
             raise RuntimeError(
                 f"a backward reached {name} after finish() had summed the gradients of this step (an executor's "
                 "step, clip_grad_norm_, get_grad_norm and values read of p.grad call it); call backward before "
-                "them, or step and zero_grad() before the next. Between two backwards of one step (FGM) take what "
+                "them, or step and zero_grad() before the next; optimizers that step in turn (a GAN's) want a "
+                "DataParallel each. Between two backwards of one step (FGM) take what "
                 "the first gave to an activation: torch.autograd.grad(loss, embedded, retain_graph=True)"
             )
-        return self is Phase.STEPPED
+        return self in (Phase.STEPPED, Phase.KEPT)
