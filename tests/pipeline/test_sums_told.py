@@ -80,6 +80,23 @@ def log(model):
     return sum(parameter.grad.pow(2).sum() for parameter in model.parameters()) ** 0.5
 
 
+def update_in_place(model, rate=0.05):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(rate * parameter.grad)
+
+
+def update_by_alpha(model, rate=0.05):
+    for parameter in model.parameters():
+        parameter.data.add_(parameter.grad, alpha=-rate)
+
+
+def update_anew(model, rate=0.05):
+    for parameter in model.parameters():
+        parameter.data = parameter.data - parameter.grad * rate
+
+
+UPDATES = [update_in_place, update_by_alpha, update_anew]
 CHANGES = [clip, clip_values, clamp, decay, log]
 
 
@@ -260,3 +277,32 @@ def test_means_that_are_clipped_hear_nothing_and_are_those_of_clip_grad(zero_sta
         optimizer.step(num_tokens=1 if by_hand else tokens)
         found.append(torch.cat([p.flatten() for p in model.state_dict().values()]))
     torch.testing.assert_close(*found, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("zero_stage", [None, 0, 1, 2, 3])
+@pytest.mark.parametrize("update", UPDATES)
+def test_updates_by_hand_from_sums_are_told_and_those_from_means_are_not(zero_stage, update):
+    for divides in (True, False):
+        model, _, executor = torchs() if zero_stage is None else ours(zero_stage)
+        tokens = executor.step(batch(), loss).num_tokens
+        if divides:
+            update(model, rate=0.05 / float(tokens))
+        else:
+            with warnings.catch_warnings(record=True, action="always") as caught:
+                update(model)
+            said = [str(warning.message) for warning in caught if "sums of losses" in str(warning.message)]
+            assert len(said) == 1 and "32 tokens" in said[0], [str(warning.message) for warning in caught]
+
+
+def test_sums_of_several_steps_added_up_hear_nothing():
+    model, _, executor = torchs()
+    total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    tokens = 0
+    for step in range(4):
+        tokens += executor.step(batch(step), loss).num_tokens
+        for parameter, sum_ in zip(model.parameters(), total, strict=True):
+            sum_.add_(parameter.grad)
+            parameter.grad = None
+    with torch.no_grad():
+        for parameter, sum_ in zip(model.parameters(), total, strict=True):
+            parameter.sub_(0.05 * sum_ / tokens)

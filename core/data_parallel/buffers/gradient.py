@@ -307,7 +307,7 @@ class BucketGradient(Tensor):
         original_of = {id(plain_of[id(leaf)]): leaf for leaf in ours}
         result = pytree.tree_map(lambda leaf: original_of.get(id(leaf), leaf), result)
         if slots[0].listener is not None:
-            slots[0].listener(func, result)
+            slots[0].listener(func, result, (args, kwargs))
         return result
 
 

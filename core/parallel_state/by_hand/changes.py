@@ -1,12 +1,14 @@
-"""What a program changes of gradients by hand: scaled, clamped, or with something added."""
+"""What a program does with gradients by hand: scaled, clamped, with something added, or added to weights."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from core.parallel_state.by_hand.functions import function_name
 from core.parallel_state.by_hand.heard import Heard
+from core.parallel_state.environment import reading_waits
 
 _SCALINGS = {
     "mul",
@@ -23,24 +25,71 @@ _CLAMPS = {"clamp", "clip", "clamp_min", "clamp_max", "foreach_clamp_min", "fore
 _ADDITIONS = {"add", "sub", "iadd", "isub", "foreach_add", "foreach_sub"}
 
 
-def change_of_gradient(func: Any, sources: Sequence[Heard], values: Sequence[Any]) -> str | None:
-    """ "scaled" by numbers, "clamped", "added" to; None where no gradient is changed, or made into a new one.
+@dataclass(frozen=True)
+class Change:
+    """kind: "scaled" by numbers, "clamped", "added" to, or "applied": added to the parameter itself.
 
-    sources: whose values the function was given, in the order of `values`, its arguments.
+    factor: of a scaling or an update, where that is known without waiting for a device.
+    """
+
+    kind: str
+    factor: float | None = None
+
+
+def change_of_gradient(
+    func: Any,
+    sources: Sequence[Heard],
+    values: Sequence[Any],
+    *,
+    is_first: bool,
+    alpha: Any = 1.0,
+) -> Change | None:
+    """What is done with gradients; None where none is changed, used for an update, or made into a new one.
+
+    sources: whose values the function was given, in the order of `values`, its arguments; is_first: the first of
+    these is a gradient; alpha: what an addition multiplies by.
     """
     name = function_name(func)
     gradients = [source for source in sources if source.of_gradient]
     if not gradients:
         return None
     if name in _CLAMPS:
-        return "clamped"
+        return Change("clamped")
     if name in _SCALINGS and all(map(_is_number, values[1:])):
-        return "scaled"
+        return Change("scaled", _factor_of(name, values[1:]))
+    if name not in _ADDITIONS:
+        return None
+    if not is_first and _is_of(gradients[0], values):
+        return Change("applied", _factor_of(name, [alpha]))
     # `momentum.add(gradient)` changes no gradient, `gradient + decay * weight` makes a new one
-    in_place = func.__name__.endswith("_") and sources[0].of_gradient
-    if name in _ADDITIONS and (in_place or len(gradients) < len(sources)):
-        return "added"
+    is_new = len(gradients) < len(sources) and not func.__name__.endswith("_")
+    if is_new or (is_first and func.__name__.endswith("_")):
+        return Change("added")
     return None
+
+
+def _is_of(gradient: Heard, values: Sequence[Any]) -> bool:
+    """Whether the first value is the parameter, or an alias of it."""
+    first = values[0] if values else None
+    if isinstance(first, (list, tuple)) and first:
+        first = first[0]
+    return (
+        isinstance(first, Tensor)
+        and first.numel() > 0
+        and first.data_ptr() == gradient.parameter.data_ptr()
+    )
+
+
+def _factor_of(name: str, values: Sequence[Any]) -> float | None:
+    factor = 1.0
+    for value in values:
+        is_read = isinstance(value, Tensor) and not reading_waits(value.device)
+        if not (is_read or isinstance(value, (int, float))):
+            return None
+        factor *= float(value)
+    if "div" not in name:
+        return factor
+    return 1 / factor if factor else None
 
 
 def _is_number(value: Any) -> bool:

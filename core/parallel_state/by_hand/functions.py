@@ -1,5 +1,6 @@
 """Which functions are wrong on a shard of a tensor, and whether a program called one."""
 
+from functools import partial
 from typing import Any
 
 _REDUCTIONS = """
@@ -62,6 +63,13 @@ def called_by_program(frame: Any) -> bool:
             return not module.startswith(("torch.", "core.")) and module != "torch"
         frame = frame.f_back
     return False
+
+
+def is_foreign(hook: Any) -> bool:
+    """Whether a hook is a program's, not torch's or our own."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return not getattr(hook, "__module__", type(hook).__module__).startswith(("core.", "torch."))
 
 
 def function_name(func: Any) -> str:

@@ -30,7 +30,7 @@ WHOLE_NORM = "whole norm"
 @dataclass(frozen=True)
 class Heard:
     """A function `name` of a kind: `WRONG_ON_SHARDS`, "sum", "combined" (numbers of several parameters), WHOLE_NORM;
-    of gradients also what `change_of_gradient` names.
+    of gradients also those of `Change`.
 
     Called on a parameter or its gradient, or on what elementwise functions made of either.
     """
@@ -45,6 +45,7 @@ class Heard:
         ""  # the name of an optimizer's state, exp_avg: of that instead of the parameter
     )
     is_penalty: bool = False  # numbers of several weights, summed with a gradient
+    factor: float | None = None  # of a gradient that is "scaled" or "applied", where it is known
     is_number: bool = True  # of a reduction: one number, not one for each row
     along_whole_dims: bool = False  # each rank has all of what was reduced: rows of a column linear
     group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world

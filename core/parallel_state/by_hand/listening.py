@@ -25,6 +25,7 @@ from core.parallel_state.by_hand.functions import (
     READS_OF_VALUE,
     called_by_program,
     function_name,
+    is_foreign,
 )
 from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
 from core.parallel_state.by_hand.listening_classes import listening_classes, run_plain
@@ -33,13 +34,6 @@ from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.states import states_of
 from core.parallel_state.by_hand.whole_dims import axes_of_result
 from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
-
-
-def is_foreign(hook: Any) -> bool:
-    """Whether a hook is a program's, not torch's or our own."""
-    while isinstance(hook, partial):
-        hook = hook.func
-    return not getattr(hook, "__module__", type(hook).__module__).startswith(("core.", "torch."))
 
 
 class ByHand:
@@ -254,8 +248,10 @@ class ByHand:
                 heard = replace(source, kind=kind, name=name, joined=source.joined or on_list)
                 is_whole = kind == "reduction" and axes is not None
                 self._hear(replace(heard, is_number=is_number, along_whole_dims=is_whole))
-            elif (change := change_of_gradient(func, sources, values)) is not None:
-                self._hear(replace(source, of_gradient=True, kind=change, name=name))
+            else:
+                first = values[0][0] if isinstance(values[0], (list, tuple)) else values[0]
+                is_first = first is tensor and source.of_gradient
+                self._hear_change(func, sources, values, is_first, kwargs)
             if self._numbers and (self._in_optimizer or not source.of_gradient):
                 followed = self._follow_number(sources, name, kind, result)
                 if followed is not None:
@@ -278,6 +274,15 @@ class ByHand:
         if not self._in_optimizer or heard.joined or heard.kind == "combined":
             self._report(heard)
 
+    def _hear_change(
+        self, func: Any, sources: Sequence[Heard], values: Any, is_first: bool, kwargs: dict
+    ) -> None:
+        alpha = kwargs.get("alpha", 1.0)
+        change = change_of_gradient(func, sources, values, is_first=is_first, alpha=alpha)
+        if change is not None:
+            heard = replace(sources[0], of_gradient=True, kind=change.kind, factor=change.factor)
+            self._hear(replace(heard, name=function_name(func)))
+
     def _follow_gradients(self, gradients: tuple[Tensor | None, ...], inputs: Any) -> None:
         """Results of `torch.autograd.grad`, in the order of its inputs."""
         if isinstance(inputs, Tensor):
@@ -290,17 +295,22 @@ class ByHand:
             ):
                 self._follow(gradient, Heard(parameter, True))
 
-    def heard_inside(self, source: Heard, func: Any, result: Any, norm_of: int | None) -> None:
-        """A function of aten on a gradient that lies in buckets; norm_of: as in `_called_inside`."""
+    def heard_inside(
+        self, source: Heard, func: Any, result: Any, call: tuple[tuple, dict], norm_of: int | None
+    ) -> None:
+        """A function of aten on a gradient that lies in buckets; call, norm_of: as in `_called_inside`."""
+        args, kwargs = call
         name = func.overloadpacket.__name__.removeprefix("linalg_").strip("_")
         if norm_of is not None:
             self._report(replace(source, kind=WHOLE_NORM, name=name, joined=norm_of > 1))
         elif name in KIND_OF_FUNCTION:
             self._report(replace(source, kind=KIND_OF_FUNCTION[name], name=name))
-        elif (change := change_of_gradient(func.overloadpacket, [source], ())) is not None:
-            self._report(replace(source, kind=change, name=name))
-        elif type(result) is Tensor and result.shape == source.parameter.shape:
-            self._follow(result, source)
+        else:
+            # the program's own tensors are plain
+            is_first = hasattr(args[0][0] if isinstance(args[0], list) else args[0], "slot")
+            self._hear_change(func.overloadpacket, [source], args, is_first, kwargs)
+            if type(result) is Tensor and result.shape == source.parameter.shape:
+                self._follow(result, source)
 
     def _follow_number(
         self, sources: Sequence[Heard], name: str, kind: str | None, result: Any
@@ -372,14 +382,15 @@ def _called_inside(
     source: Heard,
     func: Any,
     result: Any,
+    call: tuple[tuple, dict] = ((), {}),
     *,
     norm_of: int | None = None,
 ) -> None:
-    """A gradient that lies in buckets was given to an operator of aten.
+    """A gradient that lies in buckets was given to an operator of aten. call: its arguments.
 
     norm_of: the operator took norms, which are of full gradients, of so many parameters.
     """
     listener = reference()
     if listener is None or not listener.is_open or not called_by_program(sys._getframe(2)):
         return
-    listener.heard_inside(source, func, result, norm_of)
+    listener.heard_inside(source, func, result, call, norm_of)

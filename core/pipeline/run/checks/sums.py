@@ -62,6 +62,8 @@ class SumsWatch:
         # id of a parameter -> of its gradient, as the step left it
         self._states: dict[int, tuple[int, ...]] = {}
         self._samples: list[SampledElements] = []
+        # id of a parameter -> what its gradient was scaled by, by hand
+        self._factors: dict[int, float] = {}
         before_optimizer_steps(self._look)
 
     def close(self) -> None:
@@ -91,28 +93,42 @@ class SumsWatch:
         """What a program did with a gradient by hand, before an update. Warns, once, where it is still a sum."""
         if self._result is None or not heard.of_gradient:
             return
-        if heard.kind == "scaled":
+        if heard.kind in ("scaled", "applied") and not self._is_still_sum(heard):
             self._is_divided = True
             self._by_hand.close()
         is_norm = self._hears_norms and (heard.kind == WHOLE_NORM or heard.name in NORMS)
-        if self._is_divided or not (is_norm or heard.kind in ("clamped", "added")):
+        is_told = is_norm or heard.kind in ("clamped", "added", "applied")
+        if self._is_divided or not (is_told and self._is_sum(1.0)):
             return
         num_tokens = float(self._result.num_tokens)
-        if not num_tokens / self._replicas * float(self._divisor) > ROUNDING:
-            return
         self.close()
         warnings.warn(
             f"{heard.name} by hand takes gradients that are sums of losses over {num_tokens:g} tokens, as the "
-            f"executor's step left them, {num_tokens:g} times the mean's: a norm is as much larger, a limit or a "
-            "decay as much smaller than what is meant. Divide p.grad by result.num_tokens first, and call "
+            f"executor's step left them, {num_tokens:g} times the mean's: a norm or an update is as much larger, a "
+            "limit or a decay as much smaller than what is meant. Divide p.grad by result.num_tokens first, and call "
             "step(num_tokens=1) of an optimizer of ours (its clip_grad and weight_decay are of the mean); if loss_fn "
             "returns what you mean to minimise, return 1 / num_microbatches as its count",
             stacklevel=6,
         )
 
+    def _is_still_sum(self, heard: Heard) -> bool:
+        """Whether a gradient was scaled by no less than the tokens, in all: a learning rate, say."""
+        if heard.factor is None:
+            return False
+        key = id(heard.parameter)
+        self._factors[key] = factor = self._factors.get(key, 1.0) * abs(heard.factor)
+        return self._is_sum(factor)
+
+    def _is_sum(self, factor: float) -> bool:
+        """Whether gradients of the last step, times `factor`, are above the mean's. Waits for a device."""
+        assert self._result is not None
+        num_tokens = float(self._result.num_tokens) / self._replicas
+        return num_tokens * float(self._divisor) * factor > ROUNDING
+
     def _forget(self) -> None:
         self._result = None
         self._states = {}
+        self._factors = {}
         self._samples = []
         self._is_divided = False
         if self._by_hand.is_open:
@@ -142,7 +158,7 @@ class SumsWatch:
             return
         num_tokens = float(result.num_tokens)
         # a loss_scale of 1 / tokens has made it a mean
-        if not num_tokens / self._replicas * float(self._divisor) > ROUNDING:
+        if not self._is_sum(1.0):
             return
         self.close()
         remedy = "divide p.grad by result.num_tokens before its step"
