@@ -27,6 +27,25 @@ class Codebook(nn.Module):
         return y
 
 
+class Normalizer(nn.Module):
+    """`observe`, which a program calls before each forward, writes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("late", torch.zeros(6))
+
+    def observe(self, x: Tensor) -> None:
+        self.mean.lerp_(x.mean(0), 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.lin(x - self.mean) + self.late
+        if self.training:
+            self.late.copy_(y.detach().mean(0))
+        return y
+
+
 def as_ddp(side: Side, make: Callable[[], nn.Module], accumulate: int = 1) -> dict[str, Tensor]:
     """The reference of buffers is DDP over the same two ranks."""
     model = side.net(make)
@@ -38,7 +57,10 @@ def as_ddp(side: Side, make: Callable[[], nn.Module], accumulate: int = 1) -> di
         called = nn.parallel.DistributedDataParallel(model)
     for step in range(4):
         for part in range(accumulate):
-            loss_of(called, rows.x(10 * step + part)).backward()
+            x = rows.x(10 * step + part)
+            if isinstance(model, Normalizer):
+                model.observe(x)
+            loss_of(called, x).backward()
         optimizer.step()
         optimizer.zero_grad()
     if side.ours:
@@ -64,3 +86,8 @@ def codebook(side: Side) -> dict[str, Tensor]:
 @habit("a buffer that forward reads and writes, two backward calls per step (compared with DDP)")
 def accumulated_codebook(side: Side) -> dict[str, Tensor]:
     return as_ddp(side, Codebook, 2)
+
+
+@habit("a buffer that a method writes before each forward, another that forward writes (compared with DDP)")
+def observed(side: Side) -> dict[str, Tensor]:
+    return as_ddp(side, Normalizer)

@@ -15,11 +15,11 @@ Key = tuple[int, str]  # number of the stage, name in it
 
 
 class BufferCopies:
-    """Sends the first rank's buffers after each step, and before each further forward of one (accumulation).
+    """Sends the first rank's buffers before each forward in training, as DDP does, and after each step.
 
     Buffers in a module's `equal_buffers` are left alone: the module computes the same on all ranks.
-    Which buffers a model writes is seen in its first forward in training, and agreed by all ranks; others, such as
-    rotary tables, are never sent. A write that comes later is a warning.
+    Which buffers are written is seen before and after the first forward in training, and agreed by all ranks; others,
+    such as rotary tables, are never sent. A write that comes later is a warning.
     stages: their modules. One broadcast per dtype over the data group, of written buffers only.
     """
 
@@ -38,8 +38,9 @@ class BufferCopies:
                         full_name = f"{path}.{name}" if path else name
                         self._watched.append(((number, full_name), module, name))
         self.enabled = self._group is not None and bool(self._watched)
-        # None: the first forward has not been seen yet
-        self._written: list[Key] | None = None
+        self._written: list[Key] = []
+        # the program may write before the first forward, the model in it: two agreements
+        self._agreements = 0
         self._dirty = self._warned = False
         self._initial_values: dict[Key, Tensor] = {}
         self._versions: dict[Key, tuple[int, int]] = {}
@@ -72,31 +73,21 @@ class BufferCopies:
         # the second run works on copies of the buffers as the first found them
         if run == 2:
             return
-        if self._dirty and (torch.is_grad_enabled() or run == 1):
-            self.send()
+        if torch.is_grad_enabled() or run == 1:
+            self._send()
         self._dirty = True
 
-    @torch.no_grad()
     def send(self) -> None:
-        """Send what forwards in training have written since the last time. Collective over the data group."""
-        if not (self.enabled and self._dirty):
-            return
+        """After a step: send what forwards in training have written. Collective over the data group."""
+        if self.enabled and self._dirty:
+            self._send()
+
+    @torch.no_grad()
+    def _send(self) -> None:
         self._dirty = False
         tensors = self._tensors()
-        if self._written is None:
-            # every rank may have run other branches: what one wrote, all send
-            local_writes = []
-            for key, tensor in tensors.items():
-                if not _is_unchanged(self._initial_values.get(key), tensor):
-                    local_writes.append(key)
-            self._initial_values = {}
-            written: set[Key] = set()
-            for rank_writes in all_gather_objects(local_writes, self._group):
-                written.update(rank_writes)
-            self._written = sorted(written)
-            for key, tensor in tensors.items():
-                if key not in written:
-                    self._versions[key] = (id(tensor), tensor._version)
+        if self._agreements < 2:
+            self._agree(tensors)
         elif not self._warned:
             self._warn_of_late_write(tensors)
         if not self._written:
@@ -115,6 +106,23 @@ class BufferCopies:
                 ):
                     tensor.copy_(values.view(tensor.shape))
 
+    def _agree(self, tensors: dict[Key, Tensor]) -> None:
+        """Every rank may have run other branches: what one wrote, all send."""
+        self._agreements += 1
+        local_writes = []
+        for key, tensor in tensors.items():
+            if not _is_unchanged(self._initial_values.get(key), tensor):
+                local_writes.append(key)
+        written: set[Key] = set()
+        for rank_writes in all_gather_objects(local_writes, self._group):
+            written.update(rank_writes)
+        self._written = sorted(written)
+        if self._agreements == 2:
+            self._initial_values = {}
+            for key, tensor in tensors.items():
+                if key not in written:
+                    self._versions[key] = (id(tensor), tensor._version)
+
     def _warn_of_late_write(self, tensors: dict[Key, Tensor]) -> None:
         for key, seen_version in self._versions.items():
             tensor = tensors.get(key)
@@ -122,7 +130,7 @@ class BufferCopies:
                 self._warned = True
                 warnings.warn(
                     f"DataParallel: buffer {key[1]} was written for the first time after the first step, so every "
-                    "rank keeps its own; write it in the first forward in training too",
+                    "rank keeps its own; write it before or in the first forward in training too",
                     stacklevel=4,
                 )
                 return
