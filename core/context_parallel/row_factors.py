@@ -1,7 +1,8 @@
-"""Weights and masks by position, which a program made of each context rank's rows alike.
+"""Weights and masks which a program made of each context rank's rows alike.
 
 `losses * torch.arange(losses.shape[1])` counts from 0 on every rank, though each holds other rows of the sequences.
-Numbers that differ from row to row are the same on all ranks for this reason, and hardly ever for another.
+Numbers that differ from row to row are the same on all ranks for this reason, and hardly ever for another. Advantages
+that are whitened by the mean and deviation of a rank's own rows have mean 0 on every rank; of all rows they have not.
 """
 
 import torch
@@ -12,15 +13,22 @@ from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 from core.parallel_state.collectives.checks import fingerprint
 
-# of one backward: how many are compared, each by two numbers
+# of one backward: how many are compared, each by three numbers
 MAX_FACTORS = 4
+_NUMBERS = 3
+# a mean of 0 by rounding, in deviations; half precision rounds too much to tell
+_ROUNDING = 1e-5
 _WEIGHTS = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv", "matmul", "mv", "dot")
 # here only bool tensors choose rows by their place; numbers of rows are judged where they are used
 _CHOICES = ("where", "masked_fill", "masked_select", "getitem", "setitem")
 
-REMEDY = (
+_POSITIONS_REMEDY = (
     'Take the rows\' numbers from batch["position_ids"] of context_batch, or make the weights for whole sequences '
     "[b, s] and cut them: ContextRows.of_state(ps).of(weights, 1)"
+)
+_WHITENED_REMEDY = (
+    "Whiten them for whole sequences [b, s] and cut them, ContextRows.of_state(ps).of(advantages, 1), or take mean "
+    "and variance over parallel_state.get_context_parallel_group()"
 )
 
 
@@ -28,8 +36,8 @@ class RowFactors:
     """Notes the plain tensors by which followed rows are multiplied or chosen."""
 
     def __init__(self, device: torch.device) -> None:
-        # two numbers of each; 0 where it is the same for all rows
-        self.numbers = torch.zeros(2 * MAX_FACTORS, dtype=torch.float64, device=device)
+        # a fingerprint of each, 0 where it is the same for all rows; whether its mean is 0
+        self.numbers = torch.zeros(_NUMBERS * MAX_FACTORS, dtype=torch.float64, device=device)
         self._count = 0
 
     @torch.no_grad()
@@ -45,9 +53,12 @@ class RowFactors:
                 continue
             dim = next((dim for dim, n in enumerate(factor.shape) if n > 1 and n in sizes), None)
             if dim is not None:
-                first = 2 * self._count
+                first = _NUMBERS * self._count
+                values = factor.double()
                 varies = (factor != factor.narrow(dim, 0, 1)).any()
-                self.numbers[first : first + 2] = fingerprint(factor.double()) * varies
+                self.numbers[first : first + 2] = fingerprint(values) * varies
+                is_centered = values.mean().abs() < _ROUNDING * values.std()
+                self.numbers[first + 2] = is_centered * varies
                 self._count += 1
 
 
@@ -56,14 +67,25 @@ def _row_dims(x: SplitTensor) -> list[int]:
     return [dim for dim in range(len(x.axes)) if split_axes.is_split(x.axes, [dim])]
 
 
-def told_of_factors(numbers: Tensor) -> str:
-    """What is said where two ranks multiply by the same; "" if nothing. numbers: [ranks, 2 * MAX_FACTORS]."""
-    pairs = numbers.view(len(numbers), MAX_FACTORS, 2)
+def told_of_factors(numbers: Tensor) -> tuple[str, str]:
+    """What is said, and the remedy, where two ranks multiply by the same, or each by numbers of mean 0; else "".
+
+    numbers: [ranks, 3 * MAX_FACTORS].
+    """
+    of_each = numbers.view(len(numbers), MAX_FACTORS, _NUMBERS)
+    pairs = of_each[..., :2]
     is_same = ((pairs == pairs[:1]) & pairs.isfinite()).all(2).all(0)
-    if not bool((is_same & (pairs[0, :, 0] != 0)).any()):
-        return ""
-    return (
-        f"rows are weighted or chosen by numbers that differ from row to row and are the same on all {len(numbers)} "
-        "context ranks, which hold other rows of the sequences: made by `torch.arange(s)`, they count from each "
-        "rank's first row"
-    )
+    if bool((is_same & (pairs[0, :, 0] != 0)).any()):
+        return (
+            "rows are weighted or chosen by numbers that differ from row to row and are the same on all "
+            f"{len(numbers)} context ranks, which hold other rows of the sequences: made by `torch.arange(s)`, they "
+            "count from each rank's first row",
+            _POSITIONS_REMEDY,
+        )
+    if bool((of_each[..., 2] == 1).all(0).any()):
+        return (
+            f"rows are weighted by numbers of mean 0 on each of {len(numbers)} context ranks: whitened by the mean "
+            "of a rank's own rows, not by that of the sequences",
+            _WHITENED_REMEDY,
+        )
+    return "", ""

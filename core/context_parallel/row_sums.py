@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from core.context_parallel import row_factors
+from core.context_parallel import row_draws, row_factors
 from core.context_parallel.row_hooks import HookedRows
 from core.context_parallel.row_selections import loss_outcome, selected
 from core.context_parallel.row_totals import (
@@ -183,8 +183,19 @@ class _Sums(Follower):
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
-        # a tensor made like it has values of its own
+        # a tensor made like it has values of its own; noise has those of the ranks' seeds
         if name.endswith("_like") or name.startswith("new_"):
+            if isinstance(result, Tensor) and any(x.requires_grad for x in inputs):
+                self.mark(result, None, row_draws.MADE_LIKE)
+                self._hear_draw(name, inputs[0])
+            return
+        # the first function that is called on it draws, or nothing does
+        for x in [x for x in inputs if x.partial == row_draws.MADE_LIKE]:
+            self._hear_draw(name, x)
+            inputs.remove(x)
+            x.__class__ = Tensor  # type: ignore[assignment]
+            del x.axes
+        if not inputs:
             return
         if any(x.partial == TOTAL for x in inputs):
             self._follow_total(name, inputs, args, kwargs, result)
@@ -215,6 +226,7 @@ class _Sums(Follower):
                 for tensor, axes in outcome:
                     self.mark(tensor, axes)
         elif isinstance(outcome, Finding):
+            self._hear_draw(name, inputs[0])
             self._tell_if_used(outcome, result)
         elif isinstance(outcome, str):
             if name == "nanmean":
@@ -231,6 +243,10 @@ class _Sums(Follower):
         elif outcome is not None:
             for tensor, axes in outcome:
                 self.mark(tensor, axes)
+
+    def _hear_draw(self, name: str, rows: Tensor) -> None:
+        if name.rstrip("_") in row_draws.DRAWS:
+            self._owner.tell(row_draws.message(name, rows), row_draws.REMEDY)
 
     def _mark_statistic(self, result: Any, name: str) -> None:
         """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
@@ -337,8 +353,9 @@ class _Sums(Follower):
         self._numbers[2] = self._weight_of_totals(gradient)
         numbers = torch.cat((self._numbers, self._factors.numbers))
         gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
-        if message := row_factors.told_of_factors(gathered[:, 3:]):
-            self._owner.tell(message, row_factors.REMEDY)
+        message, remedy = row_factors.told_of_factors(gathered[:, 3:])
+        if message:
+            self._owner.tell(message, remedy)
         if message := told_of_totals(gathered[:, 2], group.size):
             self._owner.tell(message)
         gathered = gathered[:, :2]

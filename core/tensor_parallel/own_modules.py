@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from core.autograd.gradients import refuse_transforms
 from core.parallel_state import layout_of
-from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.by_hand import ByHand, Heard, called_by_core
 from core.parallel_state.collectives import Group
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel.seen_parts import SplitWeights
@@ -103,6 +103,17 @@ class OwnModules:
             watch_optimizers(module)
             before(module, args, kwargs)
 
+    def warn_of_state_dict(self) -> None:
+        """A program has called `state_dict()` of a module with these layers. Warns once."""
+        if "state_dict" not in self._warned_of:
+            self._warned_of.add("state_dict")
+            warnings.warn(
+                f"state_dict() holds the parts of one of {self._group.size} tensor ranks: one rank's file loses the "
+                "others'. Use dist_checkpointing.save(sharded_state_dict(model, ps), directory), or a file per rank; "
+                "a copy in memory for this rank is right",
+                stacklevel=6,
+            )
+
     def _warn_of_initial_values(self, heard: Heard) -> None:
         is_width = heard.kind == "shape" and _in_constructor()
         if is_width or not heard.sees_only_shard or heard.kind in self._warned_of:
@@ -137,6 +148,11 @@ class PlacedModule(SpreadModule):
         if own_modules is not None:
             self.own_modules = own_modules
             own_modules.add(self)
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        if self.own_modules is not None and not called_by_core(sys._getframe(1)):
+            self.own_modules.warn_of_state_dict()
+        super()._save_to_state_dict(*args)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -231,13 +247,12 @@ class _After:
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if not torch.compiler.is_compiling():
             self._before.release()
-        if (
-            torch.compiler.is_compiling()
-            or not torch.is_grad_enabled()
-            or self._before.watch is None
-        ):
+        if torch.compiler.is_compiling() or self._before.watch is None:
             return
         if torch._C._are_functorch_transforms_active() or _driven_by_executor():
+            return
+        if not torch.is_grad_enabled():
+            self._before.watch.listen_again()
             return
         differentiable = [x for x in _tensors_of(output) if x.requires_grad]
         if any(x.is_meta for x in differentiable):

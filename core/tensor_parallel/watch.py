@@ -155,6 +155,11 @@ class SplitWatch:
                 _compare_gradient(output, self._group, is_replicated=are_replicated)
             output.register_hook(by_hand.pause_in_backward)
 
+    def listen_again(self) -> None:
+        """After a forward without gradients: as before it."""
+        if self._by_hand is not None and not torch.compiler.is_compiling():
+            self._by_hand.open(self._split_parameters())
+
     def observe(self, module: nn.Module, *, look_again: bool = True) -> ByHand:
         """Until the next forward, warn of arithmetic by hand on split parameters: once for each kind.
 
@@ -172,14 +177,13 @@ class SplitWatch:
                 for name, p in submodule.named_parameters(recurse=False):
                     if {"tp", "ep"} & layout_of(p).split.keys():
                         self._split.append((submodule, name))
-        # by name: a reference to a parameter itself would keep torch from swapping it
-        split_parameters = []
-        for submodule, name in self._split:
-            parameter = submodule._parameters.get(name)
-            if parameter is not None:
-                split_parameters.append(parameter)
-        self._by_hand.open(split_parameters)
+        self._by_hand.open(self._split_parameters())
         return self._by_hand
+
+    def _split_parameters(self) -> list[nn.Parameter]:
+        # by name: a reference to a parameter itself would keep torch from swapping it
+        found = [submodule._parameters.get(name) for submodule, name in self._split]
+        return [parameter for parameter in found if parameter is not None]
 
     def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
         mixes_shards = heard.kind == "sum" and self._mixes_shards(heard)

@@ -7,7 +7,7 @@ from torch.distributed.nn.functional import all_reduce
 
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedSGD
-from core.parallel_state import ParallelState, context_batch
+from core.parallel_state import ContextRows, ParallelState, context_batch
 from tests.models.gpt import VOCAB, gpt
 from tests.parity.whole import whole_parameters
 from tests.states import state
@@ -125,6 +125,40 @@ def in_halves(program):
         whole[name].chunk(program.ranks, 1)[rank] for name in ("tokens", "labels", "position_ids")
     )
     return program.model(tokens, positions, labels=labels).mean()
+
+
+def noisy(draw):
+    """Noise on the embeddings, as NEFTune adds it."""
+
+    def loss_of(program):
+        hook = program.model.embedding.register_forward_hook(lambda module, args, out: out + draw(program, out))
+        loss = program.losses().mean()
+        hook.remove()
+        return loss
+
+    return loss_of
+
+
+def neftune(program, out):
+    bound = 5 / (out.size(0) * out.size(2)) ** 0.5
+    return torch.zeros_like(out).uniform_(-bound, bound)
+
+
+def cut_noise(program, out):
+    noise = torch.randn(S, 2, out.shape[-1], generator=torch.Generator().manual_seed(program.step)).to(out)
+    return ContextRows.of_state(program.ps).of(noise, 0) if program.ranks > 1 else noise
+
+
+def advantages(program):
+    return torch.randn(2, S, generator=torch.Generator().manual_seed(program.step)).double().cumsum(1)
+
+
+def cut(program, x):
+    return ContextRows.of_state(program.ps).of(x, 1) if program.ranks > 1 else x
+
+
+def whitened(x):
+    return (x - x.mean()) / x.std()
 
 
 def last_norm(model):
@@ -252,6 +286,32 @@ CASES = [
         "`context_batch`",
     ),
     by_number("the largest loss", lambda p: p.losses().max()),
+    Case(
+        "a hook that adds noise drawn like the embeddings (NEFTune)",
+        by(noisy(neftune)),
+        "told",
+        "uniform.? draws for .*this context rank's",
+        "`ContextRows.of_state(ps).of(noise, 0)`",
+    ),
+    Case(
+        "`F.dropout` of what a hook is given",
+        by(hooked(lambda p, h: F.dropout(h, 0.5).pow(2).mean())),
+        "told",
+        "dropout draws for .*this context rank's",
+        "`ContextRows.of_state(ps).of(mask, 0)`",
+    ),
+    Case("noise drawn for whole sequences and cut", by(noisy(cut_noise))),
+    Case(
+        "advantages whitened by a rank's own rows",
+        by(lambda p: (p.losses() * whitened(cut(p, advantages(p)))).mean()),
+        "told",
+        "numbers of mean 0 on each of 2 context ranks",
+        "`ContextRows.of_state(ps).of(advantages, 1)`",
+    ),
+    Case(
+        "advantages whitened before they are cut",
+        by(lambda p: (p.losses() * cut(p, whitened(advantages(p)))).mean()),
+    ),
 ]
 
 FAMILY = Family(

@@ -108,6 +108,25 @@ def one_file(variation):
     return compared(*found)
 
 
+def saved(make_file):
+    """A checkpoint that one rank writes; training goes on."""
+
+    def program(model):
+        train(model)
+        with torch.no_grad():
+            model(batch(0)[0])
+        torch.save(make_file(model), io.BytesIO())
+        train(model)
+
+    return weights(program)
+
+
+def adamw_state(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, optimizer)
+    return optimizer.state_dict()
+
+
 def clipped(clip):
     return weights(lambda model: train(model, between=lambda model: clip(model.parameters(), 0.1)))
 
@@ -278,6 +297,9 @@ def both(model):
         optimizer.zero_grad()
 
 
+DIST = "`dist_checkpointing.save` and `load`"
+
+
 def told(what, run, remedy=FULL, says="full_tensor"):
     return Case(what, run, "told", says, remedy, elsewhere={ONE: ("right", "")})
 
@@ -317,11 +339,21 @@ CASES = [
     refused("`model.apply` with a draw of the part's shape", drawn_again(by_width), SAME, GENERATOR),
     told("one split weight drawn again with `nn.init`", weights(one_drawn), GENERATOR, "generator"),
     told("one split weight drawn again through `data`", weights(one_by_width), GENERATOR, "same on the"),
+    told("`torch.save(model.state_dict(), file)`", saved(lambda m: m.state_dict()), DIST, "loses the others"),
+    told(
+        "`torch.save({n: p.detach().cpu() for n, p in model.named_parameters()}, file)`",
+        saved(lambda m: {name: p.detach().cpu() for name, p in m.named_parameters()}),
+        DIST,
+        "a file gets .*part of",
+    ),
+    told(
+        "`torch.save(optimizer.state_dict(), file)`", saved(adamw_state), DIST, "a file gets .*exp_avg of .*part of"
+    ),
     refused(
         "rank 0's `state_dict()` loaded on all ranks",
         one_file,
         "dist_checkpointing.load",
-        "`dist_checkpointing.save` and `load`",
+        DIST,
     ),
     refused(
         "`torch.nn.utils.clip_grad_norm_` without DataParallel",

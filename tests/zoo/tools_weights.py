@@ -218,7 +218,14 @@ def row_lora(model):
 CASES = [
     Case("`load_state_dict`", weights(reloaded(assign=False))),
     Case("`load_state_dict(assign=True)`", weights(reloaded(assign=True))),
-    Case("`torch.save`, `torch.load`, `load_state_dict(assign=True)`", weights(reloaded(assign=True, buffer=True))),
+    Case(
+        "`torch.save`, `torch.load`, `load_state_dict(assign=True)` of a rank's own file",
+        weights(reloaded(assign=True, buffer=True)),
+        "told",
+        "a file gets .*a file per rank",
+        "a file per rank is right",
+        elsewhere={"1 rank": ("right", "")},
+    ),
     Case("A checkpoint after `load_state_dict(assign=True)`", global_shapes),
     Case('`to("meta")`, `to_empty`, `load_state_dict`', weights(through_meta, style="llama")),
     Case('`with torch.device("meta")`, `to_empty`, `init_weights`', weights(born_on_meta, style="llama")),

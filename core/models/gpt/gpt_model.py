@@ -229,6 +229,8 @@ class GPTModel(ModelWeights):
         if self.stage.driven or not output.requires_grad:
             if self.post_process:
                 self._row_sums.follow(output, sums_are_given=self.stage.driven)
+            if self._watch is not None and not self.stage.driven:
+                self._watch.listen_again()
             return
         if self.config.balances_experts:
             follow_loss(output, self.stage, is_models=is_loss)

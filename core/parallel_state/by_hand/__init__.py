@@ -1,8 +1,8 @@
 """Detects arithmetic that a program does by hand with weights and gradients of which other ranks hold the rest."""
 
-from core.parallel_state.by_hand.functions import is_foreign
+from core.parallel_state.by_hand.functions import called_by_core, is_foreign
 from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
 from core.parallel_state.by_hand.listening import ByHand
 from core.parallel_state.by_hand.listening_classes import make_plain
 
-__all__ = ["WHOLE_NORM", "ByHand", "Heard", "is_foreign", "make_plain"]
+__all__ = ["WHOLE_NORM", "ByHand", "Heard", "called_by_core", "is_foreign", "make_plain"]

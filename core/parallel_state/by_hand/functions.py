@@ -37,8 +37,8 @@ NEW_BUFFERS = {"zeros_like", "ones_like", "full_like", "empty_like"}
 # what a penalty is not for, whose gradient alone is each rank's own: somebody looks at its value
 _READS = "item float int format tolist numpy sqrt rsqrt pow log exp detach data gt lt"
 READS_OF_VALUE = frozenset(_READS.split())
-# their result on a shard is not the shard of the result
-WRONG_ON_SHARDS = {"reduction", "product", "draw", "index", "shape"}
+# their result on a shard is not the shard of the result; a file is of one rank
+WRONG_ON_SHARDS = {"reduction", "product", "draw", "index", "shape", "file"}
 # torch's own frames between a program and `__torch_function__`
 _TORCH_FRAMES = {
     "torch._tensor",
@@ -61,6 +61,16 @@ def called_by_program(frame: Any) -> bool:
         module = frame.f_globals.get("__name__", "")
         if module not in _TORCH_FRAMES and not module.startswith("torch.nn.utils."):
             return not module.startswith(("torch.", "core.")) and module != "torch"
+        frame = frame.f_back
+    return False
+
+
+def called_by_core(frame: Any) -> bool:
+    """Whether our code called, which knows what a part is: torch's frames between are passed over."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("torch.") and module != "torch":
+            return bool(module.startswith("core."))
         frame = frame.f_back
     return False
 

@@ -13,6 +13,10 @@ _FULL_TENSOR_REMEDY = (
     "core.tensor_parallel.full_tensor(parameter) is the whole, with a gradient; or sum over "
     "parallel_state.get_tensor_model_parallel_group()"
 )
+_FILE_REMEDY = (
+    "core.dist_checkpointing.save(model.sharded_state_dict(), directory) writes the whole model, "
+    "core.tensor_parallel.full_tensor(parameter) is the whole; or write a file per rank"
+)
 _STATE_REMEDY = (
     "choose elements by their values, or by this rank's rows; sum over "
     "parallel_state.get_tensor_model_parallel_group()"
@@ -75,6 +79,8 @@ class Heard:
                 "buffers of that shape are right; widths, fan-ins, counts and draws of the whole want "
                 "core.parallel_state.layout_of(parameter).shape"
             )
+        elif self.kind == "file":
+            return f"a file gets {shape} of {subject}{name}, this rank's part of {full_shape}: {_FILE_REMEDY}"
         elif self.of_state:
             remedy = _STATE_REMEDY
         elif self.kind == "index":

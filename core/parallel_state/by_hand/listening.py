@@ -82,8 +82,7 @@ class ByHand:
 
     def open(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
-        self._parameters = []
-        self.is_open = True
+        self._parameters, self.is_open = [], True
         self.add(parameters)
 
     def add(self, parameters: Iterable[Parameter]) -> None:
@@ -268,6 +267,11 @@ class ByHand:
                 is_new_buffer = self._buffers and name in NEW_BUFFERS and not self._in_optimizer
                 self._follow(result, source, for_good=is_new_buffer, axes=axes)
         return result
+
+    def pickled(self, tensor: Tensor) -> None:
+        """A file, or a message, gets this rank's part."""
+        if self.is_open:
+            self._hear(replace(self._listened([tensor])[0][0], kind="file"))
 
     def _hear(self, heard: Heard) -> None:
         # an optimizer may take shapes, and norms of one parameter after the other: of several they are a model's

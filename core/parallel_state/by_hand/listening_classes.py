@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from core.parallel_state.by_hand.functions import called_by_core
 from core.parallel_state.by_hand.whole_dims import axes_of_parameter
 
 
@@ -17,6 +18,10 @@ class Listener(Protocol):
 
     def called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run `func`, which was called on a tensor of these classes."""
+        ...
+
+    def pickled(self, tensor: Tensor) -> None:
+        """A program writes a tensor of these classes into a file, or sends it to another process."""
         ...
 
     def make_plain_later(self, tensor: Tensor) -> None:
@@ -84,16 +89,20 @@ def listening_classes(by_hand: Listener) -> tuple[type[Parameter], type[Tensor]]
         return copy
 
     def reduced(self: Tensor, protocol: Any) -> Any:
+        listener = reference()
+        if listener is not None and not called_by_core(sys._getframe(1)):
+            listener.pickled(self)
         with torch._C.DisableTorchFunctionSubclass():
+            if isinstance(self, Parameter):
+                return Parameter.__reduce_ex__(self, protocol)
             return Tensor.__reduce_ex__(self.as_subclass(Tensor), protocol)
 
     shared = {
         "__torch_function__": classmethod(called),
         "__deepcopy__": copied,
+        "__reduce_ex__": reduced,
         "__module__": __name__,
     }
     shared["reports_to"] = reference
     of_parameter = {"axes": property(axes_of_parameter)}
-    return type("Parameter", (Parameter,), shared | of_parameter), type(
-        "Tensor", (Tensor,), shared | {"__reduce_ex__": reduced}
-    )
+    return type("Parameter", (Parameter,), shared | of_parameter), type("Tensor", (Tensor,), shared)

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
-from core.parallel_state.by_hand.functions import function_name
+from core.parallel_state.by_hand.functions import called_by_core, function_name
 from core.parallel_state.by_hand.listened_tensor import ListenedTensor
 from core.parallel_state.by_hand.split_axes import Axes
 
@@ -32,7 +32,7 @@ class SplitTensor(ListenedTensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             # our own layers know what a part is; only the program's use is judged
-            if torch.compiler.is_compiling() or _called_by_core():
+            if torch.compiler.is_compiling() or called_by_core(sys._getframe(1)):
                 if function_name(func) == "all_reduce":
                     args[0].__class__ = Tensor  # it is of all ranks now
                 return func(*args, **kwargs)
@@ -64,18 +64,6 @@ class SplitTensor(ListenedTensor):
 
 class SplitParameter(SplitTensor, Parameter):
     """A parameter that is followed while a program's own forward may read it."""
-
-
-def _called_by_core() -> bool:
-    """Whether our code calls, which knows what it is given: torch's frames between are passed over."""
-    # 0 is this function, 1 __torch_function__
-    frame = sys._getframe(2)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith("torch.") and module != "torch":
-            return bool(module.startswith("core."))
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 class Follower:
