@@ -6,8 +6,8 @@ import re
 import pytest
 
 from core import __version__
+from core.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 from core.training import load_run
-from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.megatron import MEGATRON
 from core.training.config.messages.names import unknown
@@ -148,8 +148,8 @@ def test_every_argument_of_the_trainer_has_an_answer():
     fields = known_fields()
     answered = {*ELSEWHERE, *REMARKS, *MEGATRON, *HUGGINGFACE, *(field.key for field in fields.values())}
     assert not {field.name for field in dataclasses.fields(transformers.TrainingArguments)} - answered
-    assert unknown("lora_r", fields) == "unknown lora_r; give lora.rank"
-    assert unknown("lora.r", fields) == "unknown lora.r; give lora.rank"
+    assert unknown("lora_r", fields) == "unknown lora_r; did you mean lora.rank?"
+    assert unknown("lora.r", fields) == "unknown lora.r; did you mean lora.rank?"
     for name in ("beta", "loss_type"):
         assert unknown(name, fields) == f"unknown {name}; did you mean dpo.{name}?"
     assert unknown("max_seq_length", fields).endswith("give data.sequence_length")

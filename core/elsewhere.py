@@ -1,4 +1,4 @@
-"""What other projects call the fields of a run."""
+"""What other projects call the fields of a run, and of the configurations of a program."""
 
 # names of Megatron-LM's arguments, of Hugging Face's TrainingArguments and configurations that are not ours too
 ELSEWHERE = {
@@ -61,6 +61,13 @@ ELSEWHERE = {
     "save_total_limit": "checkpoint.keep_last",
     "resume_from_checkpoint": "checkpoint.load",
     "data_seed": "data.seed",
+    # of peft, and scripts around it
+    "r": "lora.rank",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "use_rslora": "lora.rslora",
 }
 
 # torchtitan's, by part and name: some of its names mean something else in another part
@@ -142,4 +149,16 @@ REMARKS = {
     "tokenizer_type": "give data.tokenizer, a tokenizer.json; without it the one beside the prepared text",
     "swiglu": "give model.style=llama, or model.activation_func=silu and model.gated_linear_unit",
     "attention_bias": "give model.add_qkv_bias or model.add_bias_linear",
+}
+
+# what a TransformerConfig does not say: who takes it, or in which words
+OF_A_MODEL = {
+    "vocab_size": "GPTModel takes it",
+    "max_sequence_length": "GPTModel takes it",
+    "max_position_embeddings": "GPTModel takes it, as max_sequence_length",
+    "tie_word_embeddings": "GPTModel takes it, as share_embeddings_and_output_weights",
+    "dtype": "give params_dtype",
+    "torch_dtype": "give params_dtype",
+    "bf16": "give params_dtype=torch.bfloat16",
+    "fp16": "give params_dtype=torch.float16",
 }
