@@ -212,6 +212,31 @@ def test_a_name_from_elsewhere_is_mapped_or_not_guessed(name, remedy):
     assert told([f"--{section}.{key.replace('_', '-')}", "1"]) == [f"unknown {name}; {remedy}"]
 
 
+SPELT_LIKE_ANOTHER_FIELD = {
+    "legacy_tokenizer": "leave it out: data.tokenizer is a tokenizer.json of Hugging Face's",
+    "hybrid_attention_ratio": "not here; leave it out",
+    "mamba_head_dim": "not here; leave it out",
+    "num_classes": "not here; leave it out",
+    "local_batch_size": "did you mean training.micro_batch_size?",
+    "dataset": "did you mean data.train or data.valid?",
+    "steps": "did you mean training.eval_batches or training.train_steps?",
+    "eps": "did you mean optimizer.adam_eps?",
+    "beta2": "did you mean optimizer.adam_beta2?",
+    "betas": "give optimizer.adam_beta1 and optimizer.adam_beta2",
+    "train_batch_size": "did you mean training.global_batch_size?",
+    "sequence_parallel_size": "did you mean parallel.context?",
+    "block_size": "did you mean data.sequence_length?",
+    "scheduler": "did you mean optimizer.lr_schedule?",
+    "log_every": "did you mean training.log_interval?",
+    "save_every": "did you mean checkpoint.every?",
+}
+
+
+@pytest.mark.parametrize("name", SPELT_LIKE_ANOTHER_FIELD)
+def test_a_name_from_elsewhere_is_not_answered_by_its_letters(name):
+    assert unknown(name, known_fields()) == f"unknown {name}; {SPELT_LIKE_ANOTHER_FIELD[name]}"
+
+
 def test_settings_without_effect_are_told():
     flags = ["--pipeline.schedule", "zb-v", "--parallel.sequence-parallel", "--checkpoint.keep-last", "9"]
     loaded = load_run([*flags, "--optimizer.lr", "1"])

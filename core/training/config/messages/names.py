@@ -73,6 +73,10 @@ def _nearest(name: str, section: str, key: str, fields_by_name: Mapping[str, Fie
         return [ELSEWHERE[key]]
     if same_key := [field.name for field in fields_by_name.values() if field.key == key]:
         return same_key
+    if not section and (
+        titans := {ours for theirs, ours in TORCHTITAN.items() if theirs.endswith(f".{key}")}
+    ):
+        return sorted(titans)
     # in its own part, then in all; a part is compared with parts, so that it lends no likeness to the name
     own = [field.key for field in fields_by_name.values() if field.section == section]
     if close := get_close_matches(key, own, n=1, cutoff=ALIKE):
