@@ -20,7 +20,7 @@ from core.dist_checkpointing.tools.foreign.megatron import (
     WHOLE,
 )
 from core.dist_checkpointing.tools.foreign.torch_archive import read_archive
-from core.parallel_state.flat import extent
+from core.parallel_state.flat import Box, extent
 
 _LAYERS = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _OF_THE_MODEL = re.compile(r"(embedding|decoder|output_layer)\..+")
@@ -95,7 +95,8 @@ def _apart(key: str, tensor: SavedTensor, dims: tuple[int, ...]) -> SavedTensor:
         if len(dims) == 2 and first // inner == (stop - 1) // inner:
             # a tensor rank's part of the gate, or of up
             number = first // inner
-            cut = ((number, number + 1), (first - number * inner, stop - number * inner))
+            start = number * inner
+            cut: Box = ((number, number + 1), (first - start, stop - start))
         elif first % inner == 0 and stop % inner == 0:
             cut = ((first // inner, stop // inner), *((0, size) for size in dims[1:]))
         else:
