@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from core.elsewhere import TORCHTITAN
 from core.interop.deepspeed import keys as deepspeed_keys
-from core.training.config.messages.elsewhere import TORCHTITAN
 from core.training.config.run import PARTS, known_fields
 
 PAGE = (Path(__file__).parents[1] / "docs" / "coming_from.md").read_text()

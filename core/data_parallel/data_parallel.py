@@ -27,7 +27,7 @@ from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.meta import Init, allocate_from_meta, fill_all
 from core.data_parallel.frozen import FrozenWeights
 from core.data_parallel.grad_sync import GradientSums
-from core.data_parallel.refusals import refuse_owned, refuse_unknown, refuse_unused
+from core.data_parallel.refusals import refuse_owned, refuse_spread, refuse_unknown, refuse_unused
 from core.data_parallel.replicas import check_replicas, check_shards
 from core.data_parallel.watch import UpdateWatch
 from core.data_parallel.weights.kept import KeptMemory
@@ -155,6 +155,7 @@ class DataParallel(GradSync):
         )
 
     def _take_over(self) -> None:
+        refuse_spread(self._names)
         check_parts(self.module, self.ps)
         make_plain(self._names)
         self._kept = KeptMemory(self._names)

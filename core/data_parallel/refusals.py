@@ -21,6 +21,17 @@ def refuse_owned(names: Mapping[Parameter, str]) -> None:
         )
 
 
+def refuse_spread(names: Mapping[Parameter, str]) -> None:
+    """Raise ValueError: parameters that torch spreads already (DTensor, told by its attributes)."""
+    spread = [name for parameter, name in names.items() if hasattr(parameter, "placements")]
+    if spread:
+        raise ValueError(
+            f"DataParallel: {spread[0]} and {len(spread) - 1} more of {len(names)} parameters are DTensors, which "
+            "torch's fully_shard or parallelize_module spreads already; leave that out: zero_stage=3 is FSDP's "
+            "full sharding"
+        )
+
+
 def refuse_unknown(unknown: Collection[int], module: Modules) -> None:
     """Raise ValueError: trainable parameters (their ids) that were not there, or not trainable, at the start."""
     if not unknown:

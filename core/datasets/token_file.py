@@ -58,9 +58,11 @@ class TokenFile:
         self._bin_path, self._idx_path = file_paths(prefix)
         for path in (self._bin_path, self._idx_path):
             if not path.is_file():
+                remedy = f"make it with `python -m core.datasets.prepare --output {prefix}`"
+                if self.prefix.endswith((".bin", ".idx")) and Path(prefix).is_file():
+                    remedy = f"give {self.prefix[:-4]}, what their names begin with"
                 raise FileNotFoundError(
-                    f"{path} does not exist: a token file is a .bin and an .idx; make it with `python -m "
-                    f"core.datasets.prepare --output {prefix}`"
+                    f"{path} does not exist: a token file is a .bin and an .idx; {remedy}"
                 )
         self.dtype, num_sequences, num_indices = self._read_header()
         index = _map(self._idx_path, np.dtype("u1"))

@@ -201,6 +201,8 @@ def _import(options: argparse.Namespace) -> int:
         )
     for key, reason in sorted(imported.skipped.items()):
         say(f"left out: {key}: {reason}")
+    if imported.note:
+        say(imported.note)
     counts = (
         f"{len(metadata)} arrays, {len(imported.objects)} values, {len(imported.skipped)} left out"
     )

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from core.field_names import tells_names
 from core.optimizer.schedules.deepspeed import SCHEDULES, DeepSpeedSchedule, schedule
 from core.optimizer.schedules.schedule import LR_SCHEDULES, LearningRate
 from core.parallel_state.config import raise_all
@@ -29,6 +30,7 @@ DECAY_CHOICES = ("matrices", "all")
 MOST_STEPS = 1 << 62
 
 
+@tells_names("optimizer", {"betas": "give adam_beta1 and adam_beta2"})
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The update, its learning rate and its clipping.

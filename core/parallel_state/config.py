@@ -4,6 +4,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import isqrt, prod
 
+from core.field_names import tells_names
+
 AXES = ("pp", "dp", "cp", "tp")
 CP_COMM_TYPES = ("all_gather", "p2p", "a2a", "a2a+p2p")
 # divisors are for messages: a mistyped number must not take minutes
@@ -22,6 +24,7 @@ def raise_all(subject: str, rules: Iterable[tuple[bool, str]]) -> None:
         raise ValueError(f"{subject}: " + "; ".join(wrong))
 
 
+@tells_names("parallel")
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     """Sizes of the parallel axes and their order, outermost (slowest network) to innermost.

@@ -1,8 +1,10 @@
 """From torchrun's environment, or a single process, to a joined world and a device."""
 
+import atexit
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -197,17 +199,42 @@ def join_world(
     return this_device
 
 
-@contextmanager
 def launch(
     device: str | None = None,
     *,
     backend: str | None = None,
     timeout_s: float = pg.DEFAULT_TIMEOUT_S,
-) -> Iterator[torch.device]:
-    """`join_world`, and leave it at the end, error or not. Yields this rank's device."""
-    joins = not pg.is_initialized()
-    try:
-        yield join_world(device, backend=backend, timeout_s=timeout_s)
-    finally:
-        if joins:
+) -> "Launched":
+    """`with launch() as device`: `join_world`, and leave it at the end, error or not. `device` is this rank's."""
+    return Launched(partial(join_world, device, backend=backend, timeout_s=timeout_s))
+
+
+class Launched(ContextDecorator):
+    """A world that is left once: behind `with`, or where the program ends, for whoever entered by hand.
+
+    No generator: one that is garbage leaves by itself, where its last reference goes, and of a program that ends by
+    an exception this is after Python has emptied the modules.
+    """
+
+    def __init__(self, join: Callable[[], torch.device]) -> None:
+        self._join = join
+        self._is_to_leave = False
+
+    def __enter__(self) -> torch.device:
+        self._is_to_leave = not pg.is_initialized()
+        if self._is_to_leave:
+            atexit.register(self._leave)
+        try:
+            return self._join()
+        except BaseException:
+            self._leave()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._is_to_leave:
+            self._is_to_leave = False
+            atexit.unregister(self._leave)
             pg.destroy_world()

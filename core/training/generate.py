@@ -17,6 +17,7 @@ from core.dist_checkpointing.reading.loading import load, open_stored
 from core.dist_checkpointing.reading.newest import newest_checkpoint
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface, load_huggingface
+from core.models.huggingface.facts import adapters_alone
 from core.models.huggingface.origin import origin
 from core.models.lora.base import adapters_of, load_adapted
 from core.parallel_state import (
@@ -140,7 +141,8 @@ def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bo
         )
     from_folder = not is_checkpoint or options.source is not None
     if from_folder and options.tokenizer is None and not (source / "tokenizer.json").is_file():
-        raise ValueError(without_tokenizer(source, "--tokenizer FILE"))
+        told = adapters_alone(source)
+        raise ValueError(told or without_tokenizer(source, "--tokenizer FILE"))
     if options.temperature == 0 and (options.top_k is not None or options.top_p is not None):
         raise ValueError(
             "--top-k and --top-p draw nothing at temperature 0; give --temperature, such as 0.8"

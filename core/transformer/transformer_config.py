@@ -6,6 +6,8 @@ from math import inf, log, sqrt
 
 import torch
 
+from core.elsewhere import OF_A_MODEL
+from core.field_names import tells_names
 from core.parallel_state.config import divisors, raise_all
 from core.transformer.activations import ACTIVATIONS, Activation
 from core.transformer.attention.latent_rules import LATENT_SIZES, latent_rules
@@ -16,6 +18,7 @@ NORMALIZATIONS = ("LayerNorm", "RMSNorm")
 ROTARY_SCALINGS = ("linear", "llama3", "yarn")
 
 
+@tells_names(remedies={"rope_type": "give kind", "type": "give kind"})
 @dataclass(frozen=True, kw_only=True)
 class RotaryScaling:
     """How a model's rotary frequencies were changed to reach longer sequences than it was first trained on.
@@ -97,6 +100,7 @@ class RotaryScaling:
         return self._magnitude(self.mscale_all_dim) ** 2
 
 
+@tells_names()
 @dataclass(frozen=True, kw_only=True)
 class RotaryConfig:
     """The rotary positions of a layer: the pair of dims 2i turns by base^(-2i/d) radians per token, before `scaling`.
@@ -116,6 +120,7 @@ class RotaryConfig:
         raise_all("RotaryConfig", rules)
 
 
+@tells_names("model", OF_A_MODEL)
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Facts of a model, under Megatron's names. Sizes in elements; None means the default named in its comment.

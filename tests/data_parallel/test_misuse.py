@@ -29,6 +29,48 @@ def made(frozen=False):
     return model, shard, ShardedAdamW(shard, OptimizerConfig()), SingleStage(model, ps=ALONE, grad_sync=shard)
 
 
+def under_fully_shard(first):
+    """torch's FSDP2 before our DataParallel, or behind it: what is said, by stage."""
+    from torch.distributed.fsdp import fully_shard  # a second of imports
+
+    said = {}
+    for stage in (1, 3):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        ps = state()
+        try:
+            if first:
+                fully_shard(model)
+            shard = DataParallel(model, ps, zero_stage=stage)
+            optimizer = ShardedAdamW(shard, OptimizerConfig())
+            if not first:
+                fully_shard(model)
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            said[stage] = "nothing"
+        except (ValueError, NotImplementedError) as error:
+            said[stage] = str(error)
+    return said
+
+
+def test_parameters_that_torch_spreads():
+    model = nn.Linear(8, 8)
+    model.weight.placements = ()  # as a DTensor's
+    with pytest.raises(ValueError, match=r"weight and 0 more of 2 parameters are DTensors, .*; leave that out"):
+        DataParallel(model, ALONE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("first", [True, False])
+def test_torchs_fully_shard_beside_it_is_refused(ranks, first):
+    for said in ranks(under_fully_shard, first, world=2):
+        if first:
+            assert "0.weight and 3 more of 4 parameters are DTensors, which torch's fully_shard" in said[1] == said[3]
+        else:
+            assert "4 trainable parameters" in said[1] and "are summed by nobody: replaced" in said[1]
+            # freed weights are what FSDP2 cannot take over: its own words, before anything moved
+            assert "FSDP does not support non-contiguous parameters" in said[3]
+
+
 def test_a_parameter_unfrozen_later():
     model, _, _, run = made(frozen=True)
     run.step(X, square)

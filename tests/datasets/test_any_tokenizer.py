@@ -149,7 +149,11 @@ def test_another_tokenizer_than_the_files_is_refused(tmp_path):
 def test_a_file_without_a_card_is_held_against_the_size(tmp_path):
     with TokenFileWriter(tmp_path / "a", vocab_size=500) as writer:
         writer.add_document([1, 300])
-    with pytest.raises(ValueError, match=r"a\.bin holds token 300, the tokenizer has 257 tokens; give"):
+    message = (
+        rf"a\.bin holds token 300, the tokenizer has 257 tokens, and no a\.json beside it says which one made the "
+        rf"file; give that one's tokenizer\.json: --data\.tokenizer, or as {tmp_path}/a\.tokenizer\.json$"
+    )
+    with pytest.raises(ValueError, match=message):
         check_tokenizer(TokenFile(tmp_path / "a"), ByteTokenizer())
 
 

@@ -147,7 +147,9 @@ def test_pointers_before_between_or_behind_the_tokens_are_refused(tmp_path, shif
 def test_missing_half_is_named(tmp_path):
     write(tmp_path / "a", DOCUMENTS)
     (tmp_path / "a.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"a\.bin does not exist"):
+    with pytest.raises(FileNotFoundError, match=rf"a\.idx\.bin does not exist: .*; give {tmp_path}/a, what"):
+        TokenFile(tmp_path / "a.idx")
+    with pytest.raises(FileNotFoundError, match=r"a\.bin does not exist: .*; make it with"):
         TokenFile(tmp_path / "a")
 
 

@@ -20,6 +20,7 @@ from core.dist_checkpointing.__main__ import main
 from core.dist_checkpointing.tools.foreign import dcp_shards
 from core.dist_checkpointing.writing.job import Job
 from core.models.gpt import GPTModel, llama_spec
+from core.training.run.facts import model_of_checkpoint
 from core.transformer import TransformerConfig
 from tests.dist_checkpointing import dcp_files
 from tests.dist_checkpointing.dcp_files import VALUE, rows, tiles, whole
@@ -134,10 +135,14 @@ def as_megatron(key):
     return Source(name)[:VOCAB] if "embedding" in name or "output_layer" in name else name
 
 
-def load_gpt(path, expected, tp):
+def rows_of_vocabulary(key):
+    return Source(key)[:VOCAB] if "embedding" in key or "output_layer" in key else key
+
+
+def load_gpt(path, expected, tp, mapping=as_megatron):
     ps = parallel(tp=tp)
     state = gpt(ps).sharded_state_dict()
-    load({"model": state}, path, ps=ps, mapping=as_megatron)
+    load({"model": state}, path, ps=ps, mapping=mapping)
     for part in state.values():
         assert torch.equal(part.stacked_data, expected[part.key][tuple(slice(*cut) for cut in part.box)]), part.key
 
@@ -168,6 +173,31 @@ def test_megatrons_torch_dist(ranks, tmp_path, single, capsys):
     assert lazy_tensors(tmp_path / "ours")["rng/state"][1:].tolist() == [1, 2, 3, 4]
     for tp in (1, 2):
         ranks(load_gpt, str(tmp_path / "ours"), expected, tp, world=tp)
+    # with Megatron's arguments names and shapes are those of a GPTModel, and the manifest says which one
+    arguments = {name: CONFIG[name] for name in list(CONFIG)[:6]} | {"group_query_attention": True, "swiglu": True}
+    arguments |= {"add_bias_linear": False, "untie_embeddings_and_output_weights": True, "seq_length": 8}
+    arguments |= {"position_embedding_type": "rope", "padded_vocab_size": 64}
+    tensors["optimizer.state.exp_avg.output_layer.weight"] = (torch.ones(64, 12), whole(torch.ones(64, 12)))
+    args = argparse.Namespace(**arguments)
+    dcp_files.megatron(tmp_path / "iter_10", tensors, extra, common=common | {"args": args})
+    assert main(["import", str(tmp_path / "iter_10"), str(tmp_path / "known")]) == 0
+    assert "mapping" not in capsys.readouterr().out
+    for tp in (1, 2):
+        ranks(load_gpt, str(tmp_path / "known"), expected, tp, rows_of_vocabulary, world=tp)
+    made = model_of_checkpoint(tmp_path / "known")
+    assert made["vocab_size"] == 64 and made["config"].num_query_groups == 2
+    model = GPTModel(**made)
+    load({"model": model.sharded_state_dict()}, tmp_path / "known")
+    assert load_common_state_dict(tmp_path / "known")["megatron/args/swiglu"] is True
+    # a part that is no GPTModel's: all stays as it lies, and the reason is told
+    tensors["decoder.layers.mlp.router.other"] = (torch.ones(2, 3), whole(torch.ones(2, 3)))
+    tensors["decoder.layers.odd.weight"] = (torch.ones(2, 3), whole(torch.ones(2, 3)))
+    dcp_files.megatron(tmp_path / "iter_11", tensors, extra, common=common | {"args": args})
+    assert main(["import", str(tmp_path / "iter_11"), str(tmp_path / "odd")]) == 0
+    assert (
+        "layers.odd.weight: its place in a GPTModel is not known; load it with a mapping" in capsys.readouterr().out
+    )
+    assert "decoder.layers.odd.weight" in lazy_tensors(tmp_path / "odd")
 
 
 def test_what_megatron_keeps_beside_and_is_not_safe_is_told(tmp_path, capsys):
@@ -177,6 +207,7 @@ def test_what_megatron_keeps_beside_and_is_not_safe_is_told(tmp_path, capsys):
     assert main(["import", str(tmp_path / "a"), str(tmp_path / "ours")]) == 0
     told = capsys.readouterr().out
     assert "left out: common.pt: " in told and "argparse.Namespace" in told
+    assert "nothing is said of the model: common.pt holds no args of Megatron's; load it with a mapping" in told
     dcp_files.megatron(tmp_path / "b", {"w": (value, whole(value))}, common={}, backend="zarr")
     assert main(["import", str(tmp_path / "b"), str(tmp_path / "other")]) == 2
     assert "is Megatron's 'zarr'; only torch_dist is read" in capsys.readouterr().err

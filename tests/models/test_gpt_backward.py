@@ -75,7 +75,7 @@ def recomputed_here(style, policy):
     recomputed(style, policy, state(tp=2, sp=True))
 
 
-@pytest.mark.parametrize("style", ["gpt2", "llama"])
+@pytest.mark.parametrize("style", [pytest.param("gpt2", marks=pytest.mark.full), "llama"])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_recomputation_gives_the_same_bits(ranks, style, policy):
     recomputed(style, policy, ParallelState.single("cpu"))

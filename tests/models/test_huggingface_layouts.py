@@ -223,7 +223,9 @@ def our_texts(kind, tp, pp):
     return [generate(model, prompt, new_tokens=12, executor=executor) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("tp, pp", [(1, 2), (2, 1), pytest.param(4, 1, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "tp, pp", [pytest.param(1, 2, marks=pytest.mark.full), (2, 1), pytest.param(4, 1, marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize("kind", UNLIKE_LLAMA)
 def test_greedy_tokens_on_a_layout_are_those_of_transformers(ranks, kind, tp, pp):
     assert ranks(our_texts, kind, tp, pp, world=tp * pp) == [their_texts(kind)] * (tp * pp)

@@ -45,7 +45,7 @@ CASES = [  # world, sizes, schedule, recompute, ZeRO
     (2, {}, "zb-v", "layer", 1, "gpt2"),
     (2, {}, "none", "none", 0, "llama"),
     (2, {}, "none", "none", 1, "llama"),
-    (2, {}, "none", "layer", 2, "llama"),
+    pytest.param(2, {}, "none", "layer", 2, "llama", marks=pytest.mark.full),
     (2, {}, "none", "layer", 3, "llama"),
     (4, {"tp": 2, "sp": True}, "zb-v", "stage", 1, "llama"),
     (4, {"tp": 2, "sp": True}, "none", "selective", 3, "llama"),

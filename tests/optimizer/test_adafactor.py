@@ -121,10 +121,12 @@ def compare_loaded(on, directory):
 
 
 TWO = (
-    [On(0), On(3), On(tp=2, sp=True), On(1, pp=2, schedule="zb-v"), On(1, style="moe", expert=2)],
+    [On(3), On(1, pp=2, schedule="zb-v"), On(1, style="moe", expert=2)],
     [
+        On(0),
         On(1),
         On(2),
+        On(tp=2, sp=True),
         On(tp=2, sp=True, style="gpt2"),
         On(0, style="gpt2"),
         On(tp=2, sp=True, style="latent"),
@@ -133,8 +135,8 @@ TWO = (
     ],
 )
 FOUR = (
-    [On(2, 4, tp=2), On(3, 4, tp=2, sp=True, expert=2, style="moe")],
-    [On(3, 4, tp=2), On(2, 4, pp=2, schedule="zb-v", style="gpt2"), On(1, 4, replicate=2)],
+    [On(3, 4, tp=2, sp=True, expert=2, style="moe")],
+    [On(2, 4, tp=2), On(3, 4, tp=2), On(2, 4, pp=2, schedule="zb-v", style="gpt2"), On(1, 4, replicate=2)],
 )
 
 

@@ -210,7 +210,7 @@ def test_moments_take_two_bytes_and_an_eighth(dtype, main):
     assert expected_of(ours.shard, ours).optimizer == ours.memory()[0]
 
 
-def losses(name, steps=60):
+def losses(name, steps):
     ps = ParallelState.single("cpu")
     facts = config(num_layers=2, hidden_size=64, ffn_hidden_size=96, params_dtype=torch.float32)
     model = GPTModel(facts, spec(), VOCAB, S, parallel=ps, seed=1)
@@ -226,9 +226,10 @@ def losses(name, steps=60):
     return torch.tensor(found), optimizer.memory()[0]
 
 
-def test_training_stays_close_to_adamws():
-    (ours, narrow), (plain, wide) = losses("adamw8bit"), losses("adamw")
-    assert plain[-1] < plain[0] / 2 and narrow < wide / 2 and not torch.equal(ours, plain)
+@pytest.mark.parametrize("steps, falls", [(20, 1.2), pytest.param(60, 2, marks=pytest.mark.full)])
+def test_training_stays_close_to_adamws(steps, falls):
+    (ours, narrow), (plain, wide) = losses("adamw8bit", steps), losses("adamw", steps)
+    assert plain[-1] < plain[0] / falls and narrow < wide / 2 and not torch.equal(ours, plain)
     torch.testing.assert_close(ours, plain, rtol=0.03, atol=0.03)
 
 
@@ -238,12 +239,20 @@ def quantized(on, steps, config=CONFIG, **files):
         return train(on, steps, config=config, **files)
 
 
-def test_zero_stages_and_pipelines_have_the_numbers_of_one_process(ranks):
+def test_zero_3_and_a_pipeline_have_the_numbers_of_one_process(ranks):
     (want,) = ranks(quantized, On(), 3, world=1)
     (unquantized,) = ranks(train, On(), 3, config=CONFIG, world=1)
     with pytest.raises(AssertionError):
         assert_same(unquantized, want)
-    for on in (On(1), On(2), On(3), On(1, pp=2, schedule="zb-v")):
+    for on in (On(3), On(1, pp=2, schedule="zb-v")):
+        for found in ranks(quantized, on, 3, world=2):
+            assert_same(found, want)
+
+
+@pytest.mark.full
+def test_other_stages_and_tensor_ranks_have_the_numbers_of_one_process(ranks):
+    (want,) = ranks(quantized, On(), 3, world=1)
+    for on in (On(1), On(2)):
         for found in ranks(quantized, on, 3, world=2):
             assert_same(found, want)
     # tensor ranks cut rows, and so other blocks: a rounding of the moments apart

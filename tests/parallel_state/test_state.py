@@ -250,6 +250,37 @@ def test_launch_joins_and_leaves_under_torchrun(tmp_path):
     assert all(f"rank {r} tp {r} on cpu" in done.stdout for r in (0, 1)), done.stdout
 
 
+ENTERED_BY_HAND = {
+    "kept": "launched = parallel_state.launch('cpu')\nlaunched.__enter__()\n",
+    # not left where the object is garbage either: the next line would find no world
+    "dropped": "parallel_state.launch('cpu').__enter__()\n",
+    "in a generator": "def entered():\n    with parallel_state.launch('cpu'):\n        yield\n"
+    "generator = entered()\nnext(generator)\n",
+}
+
+
+@pytest.mark.parametrize(
+    "way, ranks_of_it",
+    [
+        ("kept", 1),
+        *(pytest.param(way, world, marks=pytest.mark.full) for way in ENTERED_BY_HAND for world in (1, 2)),
+    ],
+)
+def test_an_exception_is_the_last_word_of_a_launch_that_is_never_left(way, ranks_of_it, tmp_path):
+    script = tmp_path / "job.py"
+    script.write_text(
+        f"from core import parallel_state\n{ENTERED_BY_HAND[way]}"
+        f"parallel_state.initialize_model_parallel({ranks_of_it})\nraise KeyError('the user')\n"
+    )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *(torchrun if ranks_of_it > 1 else []), str(script)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "Exception ignored" not in done.stderr, done.stderr
+    told = [line for line in done.stderr.splitlines() if "Error: " in line and "ChildFailed" not in line]
+    assert told and all(line.endswith("KeyError: 'the user'") for line in told), done.stderr
+
+
 @pytest.mark.parametrize("text, said", [(None, 1), ("", 1), ("4", 4), ("many", None)])
 def test_how_many_processes_torchrun_started(text, said, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)

@@ -34,7 +34,7 @@ def losses(made, told=None, **more):
     return found
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("rowwise", marks=pytest.mark.full)])
 def test_a_run_learns_as_one_of_16_bits_does(made, recipe):
     more = {"training__train_steps": 40, "model__bf16": True}
     plain = losses(made, **more)

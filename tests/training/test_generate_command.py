@@ -12,8 +12,10 @@ import transformers
 
 from core.datasets import load_tokenizer, train_tokenizer
 from core.datasets.tokenizers.folder import stop_tokens
+from core.models.huggingface import from_huggingface
 from core.models.huggingface.importing import import_huggingface
 from core.training.generate import main
+from core.training.run.trained import find_trained
 from tests import warm
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +70,19 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
     (small / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"small has no tokenizer.json; give --tokenizer FILE \("):
         main([str(small), "--prompt", "x"])
+
+
+def test_adapters_of_peft_alone_are_told(folder, tmp_path):
+    alone = tmp_path / "adapters"
+    alone.mkdir()
+    (alone / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "hf"}')
+    said = rf"{alone} has adapters of peft's alone; merge them into their base, .*from_pretrained\('hf'\), '{alone}'"
+    with pytest.raises(ValueError, match=rf"^{said}"):
+        main([str(alone), "--prompt", "x"])
+    with pytest.raises(ValueError, match=rf"^{said}"):
+        find_trained(str(alone))
+    with pytest.raises(ValueError, match=rf"adapters/config.json does not exist; {said}"):
+        from_huggingface(alone)
 
 
 def test_the_last_position_is_told(folder, capsys):

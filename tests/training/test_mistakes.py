@@ -6,8 +6,8 @@ import re
 import pytest
 
 from core import __version__
+from core.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 from core.training import load_run
-from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.megatron import MEGATRON
 from core.training.config.messages.names import unknown
@@ -148,8 +148,8 @@ def test_every_argument_of_the_trainer_has_an_answer():
     fields = known_fields()
     answered = {*ELSEWHERE, *REMARKS, *MEGATRON, *HUGGINGFACE, *(field.key for field in fields.values())}
     assert not {field.name for field in dataclasses.fields(transformers.TrainingArguments)} - answered
-    assert unknown("lora_r", fields) == "unknown lora_r; give lora.rank"
-    assert unknown("lora.r", fields) == "unknown lora.r; give lora.rank"
+    assert unknown("lora_r", fields) == "unknown lora_r; did you mean lora.rank?"
+    assert unknown("lora.r", fields) == "unknown lora.r; did you mean lora.rank?"
     for name in ("beta", "loss_type"):
         assert unknown(name, fields) == f"unknown {name}; did you mean dpo.{name}?"
     assert unknown("max_seq_length", fields).endswith("give data.sequence_length")
@@ -210,6 +210,31 @@ def test_a_flag_of_megatron_s(flag):
 def test_a_name_from_elsewhere_is_mapped_or_not_guessed(name, remedy):
     section, _, key = name.partition(".")
     assert told([f"--{section}.{key.replace('_', '-')}", "1"]) == [f"unknown {name}; {remedy}"]
+
+
+SPELT_LIKE_ANOTHER_FIELD = {
+    "legacy_tokenizer": "leave it out: data.tokenizer is a tokenizer.json of Hugging Face's",
+    "hybrid_attention_ratio": "not here; leave it out",
+    "mamba_head_dim": "not here; leave it out",
+    "num_classes": "not here; leave it out",
+    "local_batch_size": "did you mean training.micro_batch_size?",
+    "dataset": "did you mean data.train or data.valid?",
+    "steps": "did you mean training.eval_batches or training.train_steps?",
+    "eps": "did you mean optimizer.adam_eps?",
+    "beta2": "did you mean optimizer.adam_beta2?",
+    "betas": "give optimizer.adam_beta1 and optimizer.adam_beta2",
+    "train_batch_size": "did you mean training.global_batch_size?",
+    "sequence_parallel_size": "did you mean parallel.context?",
+    "block_size": "did you mean data.sequence_length?",
+    "scheduler": "did you mean optimizer.lr_schedule?",
+    "log_every": "did you mean training.log_interval?",
+    "save_every": "did you mean checkpoint.every?",
+}
+
+
+@pytest.mark.parametrize("name", SPELT_LIKE_ANOTHER_FIELD)
+def test_a_name_from_elsewhere_is_not_answered_by_its_letters(name):
+    assert unknown(name, known_fields()) == f"unknown {name}; {SPELT_LIKE_ANOTHER_FIELD[name]}"
 
 
 def test_settings_without_effect_are_told():

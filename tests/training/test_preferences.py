@@ -92,7 +92,11 @@ def test_a_run_tells_rewards_and_what_one_process_computes(data, tmp_path, capsy
 
 LAYOUTS = [
     (2, {"parallel__tensor": 2, "parallel__sequence_parallel": True, "lora__rank": 4, "lora__alpha": 64.0}),
-    (2, {"parallel__pipeline": 2, "pipeline__schedule": "zb-h1", "training__recompute": "stage"}),
+    pytest.param(
+        2,
+        {"parallel__pipeline": 2, "pipeline__schedule": "zb-h1", "training__recompute": "stage"},
+        marks=pytest.mark.full,
+    ),
     pytest.param(2, {"data_parallel__zero_stage": 3}, marks=pytest.mark.full),
     pytest.param(4, {"parallel__tensor": 2, "data_parallel__zero_stage": 1}, marks=pytest.mark.full),
 ]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from core.datasets.card import tokenizer_path
+from core.datasets.card import card_path, tokenizer_path
 from core.datasets.token_file import TokenFile
 from core.datasets.tokenizers.byte_tokenizer import CONTENT, ByteTokenizer
 
@@ -111,7 +111,8 @@ def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
         if smallest < 0 or largest >= tokenizer.vocab_size:
             raise ValueError(
                 f"{file.prefix}.bin holds token {smallest if smallest < 0 else largest}, the tokenizer has "
-                f"{tokenizer.vocab_size} tokens; give the tokenizer that made the file"
+                f"{tokenizer.vocab_size} tokens, and no {card_path(file.prefix).name} beside it says which one made "
+                f"the file; give that one's tokenizer.json: --data.tokenizer, or as {tokenizer_path(file.prefix)}"
             )
         return
     identity = tokenizer.identity

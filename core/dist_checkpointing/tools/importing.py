@@ -37,7 +37,9 @@ from core.dist_checkpointing.tools.foreign.deepspeed import read_deepspeed
 from core.dist_checkpointing.tools.foreign.deepspeed_files import is_deepspeed
 from core.dist_checkpointing.tools.foreign.foreign_checkpoint import ForeignCheckpoint
 from core.dist_checkpointing.tools.foreign.megatron import read_megatron
+from core.dist_checkpointing.tools.foreign.megatron_dist import arguments_of, as_gpt
 from core.dist_checkpointing.tools.foreign.megatron_files import is_megatron
+from core.dist_checkpointing.tools.foreign.megatron_settings import settings_of
 from core.dist_checkpointing.writing.job import Cells
 from core.parallel_state.flat import extent, whole
 
@@ -50,6 +52,7 @@ class Import:
 
     derived: key -> the array that it is read from, and as which dtype. origin: the program that wrote it.
     settings: what its program says of the model, as a run's settings by flat name; {} where it says nothing.
+    note: what is to be known of the model, and done; empty: nothing.
     """
 
     version: str
@@ -59,6 +62,7 @@ class Import:
     derived: dict[str, dict[str, str]] = field(default_factory=dict)
     origin: str = "torch.distributed.checkpoint"
     settings: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
 
     @property
     def metadata(self) -> dict[str, Json]:
@@ -108,6 +112,8 @@ def plan(source: str | os.PathLike[str]) -> Import:
     saved = read_dcp(folder)
     imported = Import(saved.version)
     _add_tensors(imported, saved)
+    if os.path.exists(os.path.join(folder, COMMON)):
+        _say_the_model(imported, arguments_of(folder))
     # lists first: what is in a list that could be put together is no value of its own
     in_lists: set[str] = set()
     for key, members in _flattened_lists(saved).items():
@@ -126,6 +132,32 @@ def plan(source: str | os.PathLike[str]) -> Import:
     if not imported.tensors and not imported.objects:
         raise ValueError(f"{folder} holds nothing that can be imported: {imported.skipped}")
     return imported
+
+
+def _say_the_model(imported: Import, arguments: Mapping[str, Any]) -> None:
+    """Of Megatron's torch_dist: arrays and settings of a GPTModel here, where its arguments say them."""
+    plain = (bool, int, float, str)
+    imported.objects |= {
+        f"megatron/args/{name}": value
+        for name, value in arguments.items()
+        if isinstance(value, plain)
+    }
+    reason = "common.pt holds no args of Megatron's"
+    settings = settings_of(arguments) if arguments else {}
+    if arguments and not settings:
+        reason = "Megatron's args name a part of the model that is not here"
+    if settings:
+        try:
+            imported.tensors = as_gpt(imported.tensors, arguments)
+            embedding = imported.tensors["model/embedding.word_embeddings.weight"]
+            imported.settings = settings | {"model.vocab_size": embedding.shape[0]}
+            return
+        except (ArithmeticError, KeyError, TypeError, ValueError) as error:
+            reason = str(error)
+    imported.note = (
+        f"names and shapes are Megatron's, and nothing is said of the model: {reason}; load it with a mapping "
+        "(docs/concepts/checkpoint.md)"
+    )
 
 
 def _of_files(folder: str, program: str, read: Callable[[str], ForeignCheckpoint]) -> Import:

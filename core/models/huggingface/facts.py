@@ -64,6 +64,20 @@ def no_folder(path: Path) -> str:
     return f"{path} is no folder; give the one that save_pretrained or the Hub made{fetch}"
 
 
+def adapters_alone(folder: Path) -> str:
+    """What is said of a folder of peft's, which has adapters and no model; empty: it is none."""
+    try:
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        base = settings.get("base_model_name_or_path") or "BASE"
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return (
+        f"{folder} has adapters of peft's alone; merge them into their base, PeftModel.from_pretrained(AutoModelFor"
+        f"CausalLM.from_pretrained({base!r}), {str(folder)!r}).merge_and_unload().save_pretrained(DIR), copy its "
+        "tokenizer.json there, and give DIR"
+    )
+
+
 class Facts:
     """One configuration: a dict, a transformers configuration object, or what `config.json` of a folder says."""
 
@@ -81,9 +95,8 @@ class Facts:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ValueError(
-                f"{path} does not exist; give a folder that save_pretrained or the Hub made"
-            ) from None
+            remedy = adapters_alone(folder) or "give a folder that save_pretrained or the Hub made"
+            raise ValueError(f"{path} does not exist; {remedy}") from None
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(fields, dict):

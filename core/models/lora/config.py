@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
+from core.field_names import tells_names
 from core.parallel_state.config import raise_all
 
 # all matrices of a dense layer
@@ -13,6 +14,7 @@ LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _OF_THE_MODEL = ("rank", "alpha", "modules", "rslora")
 
 
+@tells_names("lora", {"target_modules": "give modules, as linear_qkv, linear_fc1"})
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters (LoRA) beside frozen matrices; names in brackets are peft's.

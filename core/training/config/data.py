@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from core.datasets.shards.manifest import SUFFIX
+from core.field_names import tells_names
 from core.parallel_state.config import raise_all
 
 # behind the name of a validation text: of the averaged weights
 OF_AVERAGE = ".ema"
 
 
+@tells_names("data")
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which token files. Without `train` the default corpus, the standard library's sources, is prepared.

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from core.field_names import tells_names
 from core.models.lora.config import LoraConfig
 from core.optimizer.config import MOST_STEPS, OptimizerConfig
 from core.optimizer.schedules.schedule import ENDLESS, LR_SCHEDULES
@@ -39,6 +40,7 @@ _OPTIMIZER_DEFAULTS: dict[str, Any] = {
 _DEVICE = re.compile(r"[a-z][a-z0-9_]*(?::(0|[1-9][0-9]{0,2}))?")
 
 
+@tells_names()
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All settings of a run. `from_dict`, `from_toml` and `load_run` read one, and report all mistakes at once.

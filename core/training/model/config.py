@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from core.field_names import tells_names
 from core.parallel_state.config import raise_all
 from core.training.model import facts as model_facts
 from core.training.model.facts import POSITIONS
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
+@tells_names("model")
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A model: a preset, a Hugging Face folder, or a style with sizes; `transformer()` spells it out.

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from core.field_names import tells_names
 from core.parallel_state.config import raise_all
 
 
+@tells_names("dpo")
 @dataclass(frozen=True, kw_only=True)
 class DPOConfig:
     """Direct preference optimization, with `training.objective=dpo`; names are TRL's.

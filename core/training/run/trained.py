@@ -15,6 +15,7 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.state.mapping import sharded_state_dict
 from core.models.gpt import GPTModel
 from core.models.huggingface import from_huggingface
+from core.models.huggingface.facts import adapters_alone
 from core.models.lora.base import adapters_of, load_adapted
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
@@ -86,8 +87,9 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
     url = newest_checkpoint(target)
     if url is None:
         raise ValueError(
-            f"{target} is no run (it has no run.toml), no checkpoint (no {MANIFEST}), no directory of steps and no "
-            "Hugging Face folder (no config.json)"
+            adapters_alone(path)
+            or f"{target} is no run (it has no run.toml), no checkpoint (no {MANIFEST}), no directory of steps "
+            "and no Hugging Face folder (no config.json)"
         )
     # what a run.toml says goes before what the checkpoint remembers
     settings = settings or _of_checkpoint(url)

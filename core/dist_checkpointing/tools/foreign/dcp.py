@@ -38,7 +38,8 @@ class ByteRange:
     """Where the output of one `torch.save` lies: bytes of a file.
 
     within: names and positions that lead to the value inside of what it loads. raw: they are the plain values of a
-    tensor of that dtype, in C order, and no output of `torch.save`.
+    tensor of that dtype, in C order, and no output of `torch.save`. shape: of the tensor there, where its box has
+    other dims for the same elements in C order.
     """
 
     file: str
@@ -46,6 +47,7 @@ class ByteRange:
     length: int
     within: tuple[str, ...] = ()
     raw: str | None = None
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

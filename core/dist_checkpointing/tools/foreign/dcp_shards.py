@@ -150,18 +150,20 @@ class ShardCache:
             shard = _load_raw(byte_range, box)
         else:
             shard = load_saved(byte_range)
+        expected = byte_range.shape or extent(box)
         storable = isinstance(shard, Tensor) and not unstorable(shard)
         if (
             not storable
             or str(shard.dtype) != f"torch.{tensor.dtype}"
-            or tuple(shard.shape) != extent(box)
+            or tuple(shard.shape) != expected
         ):
             actual = type(shard).__name__
             if isinstance(shard, Tensor):
                 actual = f"{shard.dtype} of {tuple(shard.shape)}"
             raise ValueError(
-                f"{key}: {byte_range.file} holds {actual} where {tensor.dtype} of {extent(box)} should be"
+                f"{key}: {byte_range.file} holds {actual} where {tensor.dtype} of {expected} should be"
             )
+        shard = shard.reshape(extent(box))
         self._shards[byte_range] = shard
         return shard
 

@@ -17,7 +17,7 @@ from core.dist_checkpointing.tools.foreign.torch_archive import ArchivedTensor
 from core.parallel_state.flat import Box
 
 # of Megatron's older model, and of Transformer Engine's fused layers: name -> as our local layers call it
-_RENAMED = {
+RENAMED = {
     r"^language_model\.(embedding|output_layer)\.": r"\1.",
     r"^language_model\.(encoder|transformer)\.": "decoder.",
     r"\.(self_)?attention\.query_key_value\.": ".self_attention.linear_qkv.",
@@ -34,10 +34,10 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12])\.weight|(linear_fc[12])\.weight(\d+))"
 )
-_WHOLE = re.compile(r".*(layernorm\.(weight|bias)|linear_(proj|fc2)\.bias)|mlp\.router\.\w+")
-_BY_ROWS = re.compile(r".*linear_(qkv|fc1)\.(weight|bias)")
-_BY_COLUMNS = re.compile(r".*linear_(proj|fc2)\.weight")
-_OUTSIDE = {
+WHOLE = re.compile(r".*(layernorm\.(weight|bias)|linear_(proj|fc2)\.bias)|mlp\.router\.\w+")
+BY_ROWS = re.compile(r".*linear_(qkv|fc1)\.(weight|bias)")
+BY_COLUMNS = re.compile(r".*linear_(proj|fc2)\.weight")
+OUTSIDE = {
     "embedding.word_embeddings.weight": 0,
     "output_layer.weight": 0,
     "embedding.position_embeddings.weight": None,
@@ -45,7 +45,7 @@ _OUTSIDE = {
     "decoder.final_layernorm.bias": None,
 }
 # a second copy of the embedding on the last stage; what no layer here keeps
-_COPIES = ("word_embeddings_for_head", "_extra_state", "rotary_pos_emb.inv_freq")
+COPIES = ("word_embeddings_for_head", "_extra_state", "rotary_pos_emb.inv_freq")
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ class _Layout:
 
     def place(self, name: str, shape: tuple[int, ...], first_layer: int, ep: int) -> _Place | None:
         """Of a rank's tensor, by its name with the layer's number in its stage; None: no such place is known."""
-        if name in _OUTSIDE:
-            return _Place(f"model/{name}", shape, _OUTSIDE[name])
+        if name in OUTSIDE:
+            return _Place(f"model/{name}", shape, OUTSIDE[name])
         layer = _LAYER.fullmatch(name)
         if layer is None:
             return None
@@ -104,11 +104,11 @@ class _Layout:
             index += (ep * (self.experts // self.expert_ranks) + number,)
             counts += (self.experts,)
         key = f"model/decoder.layers.{inner}"
-        if _WHOLE.fullmatch(inner):
+        if WHOLE.fullmatch(inner):
             return _Place(key, shape, None, index, counts)
-        if _BY_COLUMNS.fullmatch(inner):
+        if BY_COLUMNS.fullmatch(inner):
             return _Place(key, shape, 1, index, counts)
-        if not _BY_ROWS.fullmatch(inner):
+        if not BY_ROWS.fullmatch(inner):
             return None
         if ".linear_qkv." in inner:
             groups = self.groups // self.tensor_ranks
@@ -135,10 +135,10 @@ class _Whole:
 
         Raises ValueError: it does not go with what other files said of this array.
         """
-        for pattern, replacement in _RENAMED.items():
+        for pattern, replacement in RENAMED.items():
             name = re.sub(pattern, replacement, name)
         is_copy = name == "output_layer.weight" and self._layout.tied
-        if is_copy or any(part in name for part in _COPIES):
+        if is_copy or any(part in name for part in COPIES):
             return
         place = self._layout.place(name, tensor.shape, first_layer, rank.ep)
         if place is None:

@@ -22,12 +22,6 @@ _REFERENCE_ONCE = (
 # name -> what to do instead
 _ANSWERS = {
     # LoRA
-    "r": "give lora.rank",
-    "lora_r": "give lora.rank",
-    "lora_rank": "give lora.rank",
-    "lora_alpha": "give lora.alpha",
-    "lora_dropout": "give lora.dropout",
-    "use_rslora": "give lora.rslora",
     "use_peft": "give lora.rank",
     "target_modules": "give lora.modules linear_qkv linear_proj linear_fc1 linear_fc2 (all of them is the default)",
     "lora_target_modules": "give lora.modules linear_qkv linear_proj linear_fc1 linear_fc2 (all of them is the "

@@ -43,6 +43,8 @@ _ANSWERS = {
     "window_size": "give model.windows: the tokens that a token sees, itself included, so their first number + 1",
     "vocab_file": "give data.tokenizer, a tokenizer.json of Hugging Face's, which holds vocabulary and merges",
     "merge_file": "give data.tokenizer, a tokenizer.json of Hugging Face's, which holds vocabulary and merges",
+    "legacy_tokenizer": "leave it out: data.tokenizer is a tokenizer.json of Hugging Face's",
+    "tiktoken_pattern": "tiktoken is not here; give data.tokenizer, a tokenizer.json of Hugging Face's",
     "padded_vocab_size": "give model.vocab_size; each layout pads it by itself",
     "add_position_embedding": "give model.position_embedding_type=learned_absolute",
     "quick_geglu": "not here; model.activation_func=gelu_tanh with model.gated_linear_unit is the nearest",
@@ -110,7 +112,11 @@ enable_one_logger one_logger_project adlr_autoresume enable_ft_package rerun_mod
 non_persistent_save_interval non_persistent_ckpt_type init_method_xavier_uniform
 embedding_init_method_std apply_residual_connection_post_layernorm wandb_exp_name wandb_save_dir
 hierarchical_context_parallel_sizes distributed_timeout_minutes moe_shared_expert_overlap
-moe_layer_recompute
+moe_layer_recompute moe_router_force_load_balancing moe_shared_expert_gate moe_apply_probs_on_input
+is_hybrid_model hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern mamba_state_dim
+mamba_head_dim mamba_num_groups mamba_num_heads linear_attention_freq attention_output_gate
+experimental_attention_variant heterogeneous_layers_config_path num_classes output_bert_embeddings
+bert_embedder_type retro_workdir
 """
 
 # what there is nothing to give for -> why

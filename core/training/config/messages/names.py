@@ -4,13 +4,11 @@ import re
 from collections.abc import Mapping
 from difflib import get_close_matches
 
+from core.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
+from core.field_names import ALIKE
 from core.training.config.fields import Field
-from core.training.config.messages.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.megatron import MEGATRON
-
-# of difflib: "hiden_size" is like hidden_size, "new_field" like nothing
-_ALIKE = 0.7
 
 # words of `ParallelConfig` and of the layers' rules -> the field of a run that says the same
 _IN_A_RUN = (
@@ -75,9 +73,13 @@ def _nearest(name: str, section: str, key: str, fields_by_name: Mapping[str, Fie
         return [ELSEWHERE[key]]
     if same_key := [field.name for field in fields_by_name.values() if field.key == key]:
         return same_key
+    if not section and (
+        titans := {ours for theirs, ours in TORCHTITAN.items() if theirs.endswith(f".{key}")}
+    ):
+        return sorted(titans)
     # in its own part, then in all; a part is compared with parts, so that it lends no likeness to the name
     own = [field.key for field in fields_by_name.values() if field.section == section]
-    if close := get_close_matches(key, own, n=1, cutoff=_ALIKE):
+    if close := get_close_matches(key, own, n=1, cutoff=ALIKE):
         return [f"{section}.{close[0]}" if section else close[0]]
     return _by_key(key, fields_by_name)
 
@@ -88,6 +90,6 @@ def _first_of_section(section: str, fields_by_name: Mapping[str, Field]) -> str:
 
 def _by_key(key: str, fields_by_name: Mapping[str, Field]) -> list[str]:
     nearest = get_close_matches(
-        key, [field.key for field in fields_by_name.values()], n=1, cutoff=_ALIKE
+        key, [field.key for field in fields_by_name.values()], n=1, cutoff=ALIKE
     )
     return [field.name for field in fields_by_name.values() if field.key in nearest]

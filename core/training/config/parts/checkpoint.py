@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from core import dist_checkpointing
+from core.field_names import tells_names
 from core.parallel_state.config import raise_all
 
 # of a run that continues
@@ -15,6 +16,7 @@ CHANGES = ("data", "batch", "optimizer", "model")
 METRICS = ("validation.bits_per_byte", "loss")
 
 
+@tells_names("checkpoint")
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the run's state is saved, how much of it is kept, and what a run starts from.

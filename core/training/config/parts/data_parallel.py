@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from core.field_names import tells_names
 from core.optimizer.state.offload import Offload
 from core.parallel_state.config import raise_all
 from core.training.model.config import DTYPES
 
 
+@tells_names("data_parallel")
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig:
     """What the data ranks divide among themselves, and where optimizer states live.

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from core.field_names import tells_names
 from core.parallel_state.config import raise_all
 from core.pipeline.schedule import schedules
 from core.training.functions import function_of, is_function_name
@@ -9,6 +10,7 @@ from core.training.functions import function_of, is_function_name
 _MAX_CHUNKS = 1024  # a stage has at least one layer
 
 
+@tells_names("pipeline")
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """How stages take turns where there is more than one pipeline rank.

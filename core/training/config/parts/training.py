@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from core.field_names import tells_names
 from core.optimizer.config import MOST_STEPS
 from core.parallel_state.config import raise_all
 
 
+@tells_names("training")
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """How long, in which batches, and what is logged. Raises ValueError with every rule that is broken."""

@@ -1,4 +1,4 @@
-"""What other projects call the fields of a run."""
+"""What other projects call the fields of a run, and of the configurations of a program."""
 
 # names of Megatron-LM's arguments, of Hugging Face's TrainingArguments and configurations that are not ours too
 ELSEWHERE = {
@@ -61,6 +61,51 @@ ELSEWHERE = {
     "save_total_limit": "checkpoint.keep_last",
     "resume_from_checkpoint": "checkpoint.load",
     "data_seed": "data.seed",
+    # of DeepSpeed
+    "gradient_clipping": "optimizer.clip_grad",
+    "offload_optimizer": "data_parallel.offload",
+    "sequence_parallel_size": "parallel.context",
+    "train_batch_size": "training.global_batch_size",
+    "train_micro_batch_size_per_gpu": "training.micro_batch_size",
+    # of GPT-2's configurations and of smaller trainers
+    "n_layer": "model.num_layers",
+    "n_layers": "model.num_layers",
+    "n_head": "model.num_attention_heads",
+    "n_heads": "model.num_attention_heads",
+    "num_heads": "model.num_attention_heads",
+    "n_kv_heads": "model.num_query_groups",
+    "n_embd": "model.hidden_size",
+    "d_model": "model.hidden_size",
+    "dim": "model.hidden_size",
+    "n_inner": "model.ffn_hidden_size",
+    "attn_pdrop": "model.attention_dropout",
+    "resid_pdrop": "model.hidden_dropout",
+    "block_size": "data.sequence_length",
+    "context_length": "data.sequence_length",
+    "train_file": "data.train",
+    "validation_file": "data.valid",
+    "grad_clip": "optimizer.clip_grad",
+    "max_lr": "optimizer.lr",
+    "epsilon": "optimizer.adam_eps",
+    "scheduler": "optimizer.lr_schedule",
+    "max_iters": "training.train_steps",
+    "log_every": "training.log_interval",
+    "eval_every": "training.eval_interval",
+    "save_every": "checkpoint.every",
+    "tp": "parallel.tensor",
+    "tensor_parallel_size": "parallel.tensor",
+    "pp": "parallel.pipeline",
+    "pipeline_parallel_size": "parallel.pipeline",
+    "cp": "parallel.context",
+    "dp": "parallel.data",
+    "ep": "parallel.expert",
+    # of peft, and scripts around it
+    "r": "lora.rank",
+    "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "use_rslora": "lora.rslora",
 }
 
 # torchtitan's, by part and name: some of its names mean something else in another part
@@ -109,15 +154,38 @@ TORCHTITAN = {
     "validation.dataset": "data.valid",
 }
 
+_DTYPE = "give model.bf16 or model.fp16; without them weights are float32"
+_ACCUMULATED = "the batch sizes decide it; give global_batch_size and micro_batch_size"
+_IN_UPDATES = "a run is measured in updates; give training.train_steps"
+_TORCHRUN = "torchrun says it, and data ranks are those that parallel leaves"
+
 # names that no single field stands for: what to do instead
 REMARKS = {
+    "precision": _DTYPE,
+    "mixed_precision": _DTYPE,
+    "accumulate_grad_batches": _ACCUMULATED,
+    "gradient_accumulation": _ACCUMULATED,
+    "epochs": _IN_UPDATES,
+    "max_epochs": _IN_UPDATES,
+    "num_epochs": _IN_UPDATES,
+    "devices": _TORCHRUN,
+    "num_nodes": _TORCHRUN,
+    "nproc_per_node": _TORCHRUN,
+    "world_size": _TORCHRUN,
+    "batch_size": "give training.global_batch_size, rows of all ranks an update, and training.micro_batch_size",
+    "betas": "give optimizer.adam_beta1 and optimizer.adam_beta2",
+    "offload_param": "not here: data_parallel.zero_stage=3 spreads weights; data_parallel.offload=optimizer moves "
+    "its states to host memory",
+    "sparse_attention": "not here; model.windows are the nearest",
+    "streaming": "leave it out: text is prepared once, and its tokens are read from mapped files",
+    "zero_optimization": "give data_parallel.zero_stage",
     "moe_expert_capacity_factor": "experts have no capacity, and no token is dropped; leave it out",
-    "dtype": "give model.bf16 or model.fp16; without them weights are float32",
-    "torch_dtype": "give model.bf16 or model.fp16; without them weights are float32",
-    "params_dtype": "give model.bf16 or model.fp16; without them weights are float32",
-    "gradient_accumulation_steps": "the batch sizes decide it; give global_batch_size and micro_batch_size",
-    "num_train_epochs": "a run is measured in updates; give training.train_steps",
-    "train_samples": "a run is measured in updates; give training.train_steps",
+    "dtype": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "params_dtype": _DTYPE,
+    "gradient_accumulation_steps": _ACCUMULATED,
+    "num_train_epochs": _IN_UPDATES,
+    "train_samples": _IN_UPDATES,
     "eval_strategy": "give training.eval_interval, in updates",
     "save_strategy": "give checkpoint.every, in updates",
     "report_to": "give training.tensorboard, or training.wandb_project",
@@ -142,4 +210,16 @@ REMARKS = {
     "tokenizer_type": "give data.tokenizer, a tokenizer.json; without it the one beside the prepared text",
     "swiglu": "give model.style=llama, or model.activation_func=silu and model.gated_linear_unit",
     "attention_bias": "give model.add_qkv_bias or model.add_bias_linear",
+}
+
+# what a TransformerConfig does not say: who takes it, or in which words
+OF_A_MODEL = {
+    "vocab_size": "GPTModel takes it",
+    "max_sequence_length": "GPTModel takes it",
+    "max_position_embeddings": "GPTModel takes it, as max_sequence_length",
+    "tie_word_embeddings": "GPTModel takes it, as share_embeddings_and_output_weights",
+    "dtype": "give params_dtype",
+    "torch_dtype": "give params_dtype",
+    "bf16": "give params_dtype=torch.bfloat16",
+    "fp16": "give params_dtype=torch.float16",
 }
