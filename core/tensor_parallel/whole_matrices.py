@@ -55,12 +55,14 @@ class _OptimizerWatch:
         """
         name = type(optimizer).__name__
         model = self._model()
-        if model is None or self._warned or name in _ELEMENTWISE or self._optimizer is not None:
+        is_ours = type(optimizer).__module__.startswith("core.")
+        is_right = name in _ELEMENTWISE or is_ours
+        if model is None or self._warned or is_right or self._optimizer is not None:
             return
         optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = [p for p in model.parameters() if id(p) in optimized_ids]
         affected = [p for p in parameters if _is_split(p)] or [p for p in parameters if p.dim() > 2]
-        if not affected or type(optimizer).__module__.startswith("core."):
+        if not affected:
             return
         if isinstance(optimizer, torch.optim.LBFGS) and _is_split(affected[0]):
             raise ValueError(

@@ -1,7 +1,9 @@
 """The facade: what it returns, each part by itself, the raw loop beside `train_step`, and mistakes."""
 
+import gc
 import itertools
 import signal
+import weakref
 
 import pytest
 import torch
@@ -296,3 +298,18 @@ def test_deterministic_operations_are_for_a_loop_of_ones_own_too(corpus):
         assert torch.are_deterministic_algorithms_enabled()
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_model_that_is_dropped_is_freed(corpus, tmp_path, saves):
+    """With checkpoints once it is closed, which gives signals back; nothing waits for the end of the process."""
+    more = {"checkpoint__directory": str(tmp_path / "kept"), "checkpoint__every": 2} if saves else {}
+    model, optimizer, _, loader = initialize(config=settings(corpus, **more))
+    for batch in loader:
+        model.train_step(batch)
+    reference = weakref.ref(next(model.module.parameters()))
+    if saves:
+        model.close()
+    del model, optimizer, loader, _
+    gc.collect()
+    assert reference() is None

@@ -96,8 +96,9 @@ def initialize(
         training_model.loader = Loader(
             source, ps, steps, start, lambda: checkpoints.stopped, accumulation
         )
-    # runs before the world is left: the last registered is the first
-    atexit.register(checkpoints.close)
+    # runs before the world is left: the last registered is the first. It keeps no model
+    if checkpoints.manager is not None:
+        atexit.register(checkpoints.manager.close)
     return Initialized(
         training_model, optimizer, training_model.lr_scheduler, training_model.loader
     )
