@@ -185,13 +185,10 @@ class GradientSums:
         if self.phase and not self._reopens():
             # `gradient_hooked`, which follows, decides what becomes of it
             return
-        self._begin_unseen(slot)
-        slot.buffer.add(slot.index, gradient.detach())
-
-    def _begin_unseen(self, slot: ParameterSlot) -> None:
-        """Begin the round of a backward that no hook saw begin (ZeRO stages 2, 3)."""
+        # no hook saw this backward begin
         if self._divided and not (self._has_executor or self._current_round.open):
             self.plain_backward(self._stage_of[slot.buffer])
+        slot.buffer.add(slot.index, gradient.detach())
 
     def begin_addition(self, slot: ParameterSlot) -> None:
         """An operation is about to add to the gradient of a parameter itself, before autograd's hook is called.
@@ -202,8 +199,8 @@ class GradientSums:
         if self._has_executor:
             return
         if self.phase:
-            if self._reopens():
-                self._begin_unseen(slot)
+            if self._reopens() and self._divided and not self._current_round.open:
+                self.plain_backward(self._stage_of[slot.buffer])
         elif slot.shown and type(slot.parameter.grad) is not BucketGradient:
             slot.buffer.forget(slot.index)
             slot.shown = False
@@ -214,7 +211,8 @@ class GradientSums:
             for slot in self.slots:
                 if type(slot.parameter.grad) is BucketGradient and slot not in self.zeroed_by_hand:
                     return False
-        self.zero_all(not self.zeroed_by_hand)
+        # not set to None: tensors of the program's own count
+        self.zero_all(False)
         return True
 
     def _reopens(self) -> bool:

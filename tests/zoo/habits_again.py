@@ -208,6 +208,17 @@ def zeroed_every_second(side: Side) -> dict[str, Tensor]:
     return side.weights(wrapped, model)
 
 
+@kinds("p.grad = tensors of one's own for all parameters after a step, then a backward")
+def replaced_all(side: Side, kind: str) -> dict[str, Tensor]:
+    model, wrapped, optimizer = made(side, kind)
+    for step in range(3):
+        loss_of(model, side.x(step)).backward()
+        optimizer.step()
+        for p in model.parameters():
+            p.grad = torch.full(tuple(p.shape), 0.01, dtype=torch.float64)
+    return side.weights(wrapped, model)
+
+
 def changed_on_one(side: Side, act: Callable[[nn.Module], Any]) -> dict[str, Tensor]:
     model = side.net()
     optimizer = side.wrap(model)

@@ -2,15 +2,14 @@
 
 | phase | backward | finish | step | zero_grad |
 |---|---|---|---|---|
-| fresh | accumulating | summed | accumulating, on top of the sums | refused | stepped | fresh |
+| fresh | accumulating | summed | stepped, nothing moves | fresh |
+| accumulating | accumulating | summed | stepped | fresh, sums that have begun are completed |
+| summed | accumulating, on top of the sums | refused | stepped | fresh |
 | summed, by an executor | refused: its part would be in no sum | refused | stepped | fresh |
 | kept, of an executor | stepped: what comes is dropped | refused | stepped | fresh |
-| stepped | fresh, sums that have begun are completed |
-| summed | refused: its part would be in no sum | refused | stepped | fresh |
-| kept | stepped: what comes is dropped | refused | stepped | fresh |
 | stepped | stepped: what comes is dropped, as `zero_grad` will | refused | refused | fresh |
 
-Kept: an optimizer of torch's has used all of them, and `.grad` can still be read. In a plain loop it is as summed:
+Kept: an optimizer of torch's has used all of them, and `.grad` can still be read. Of a plain loop it is as summed:
 torch adds to what stands in `.grad`.
 """
 
