@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from core.autograd import main_grad_of
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, llama_config, llama_spec
 from core.optimizer import OptimizerConfig, ShardedSGD
@@ -32,6 +33,11 @@ def put(model):
     read(model)
     for p in (model.decoder.layers[0].mlp.linear_fc2.weight, model.decoder.final_layernorm.weight):
         p.grad = torch.full(tuple(p.shape), 0.01, dtype=p.dtype)
+
+
+def put_unread(model):
+    weight = model.decoder.layers[0].mlp.linear_fc2.weight
+    weight.grad = torch.full(tuple(weight.shape), 0.01, dtype=weight.dtype)
 
 
 def trained(ps, zero_stage, acts):
@@ -67,13 +73,48 @@ def added(zero_stage, sizes, acts):
 @pytest.mark.parametrize("zero_stage", [0, pytest.param(1, marks=FULL), 2, 3])
 @pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=FULL)])
 def test_operations_that_add_gradients_themselves(ranks, world, zero_stage):
-    ranks(added, zero_stage, {}, [read, drop, put], world=world)
+    ranks(added, zero_stage, {}, [read, drop, put, put_unread], world=world)
 
 
 @pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=FULL), 1, pytest.param(3, marks=FULL)])
 def test_gradients_of_which_tensor_ranks_hold_parts(ranks, zero_stage):
     """Norms under sequence parallelism: what a sum over tensor ranks has made equal is not summed twice."""
     ranks(added, zero_stage, {"tp": 2, "sp": True}, [read, read], world=4)
+
+
+class AddsItself(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        main_grad_of(ctx.weight).add_(grad.t() @ ctx.saved_tensors[0])
+        return None, None
+
+
+class OneWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 3))
+
+    def forward(self, x):
+        return AddsItself.apply(x, self.weight)
+
+
+def nothing_by_autograd(zero_stage):
+    model = OneWeight()
+    DataParallel(model, state(), zero_stage=zero_stage)
+    for times in range(1, 4):
+        model(torch.full((2, 3), float(1 + state().rank))).sum().backward()
+        assert torch.equal(model.weight.grad.clone(), torch.full((2, 3), 3.0 * times))
+
+
+@pytest.mark.parametrize("zero_stage", [pytest.param(0, marks=FULL), 2, 3])
+def test_a_backward_of_which_autograd_adds_nothing(ranks, zero_stage):
+    ranks(nothing_by_autograd, zero_stage)
 
 
 def read_alone(zero_stage, torchs):
