@@ -21,10 +21,11 @@ from core.data_parallel.buffers.assembly import (
     units_of_stages,
 )
 from core.data_parallel.buffers.buffer_copies import BufferCopies
-from core.data_parallel.buffers.buffers import partial_views, sum_views
+from core.data_parallel.buffers.buffers import partial_views, sum_views, unsum
 from core.data_parallel.buffers.gradient import ParameterSlot
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.meta import Init, allocate_from_meta, fill_all
+from core.data_parallel.buffers.shown import borrowed, show, take, without_gradient
 from core.data_parallel.frozen import FrozenWeights
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.refusals import refuse_owned, refuse_spread, refuse_unknown, refuse_unused
@@ -152,6 +153,7 @@ class DataParallel(GradSync):
             sum_and_average=self._sum_and_average,
             meet=self._meet,
             zero_all=self.zero_grad,
+            unsum=self._unsum,
         )
 
     def _take_over(self) -> None:
@@ -248,19 +250,15 @@ class DataParallel(GradSync):
         gathers = [buffer.start_gather_gradients() for buffer in self.buffers]
         for pending in filter(None, gathers):
             pending.wait()
-        self._gradient_sums.show()
+        show(self._gradient_sums.slots)
         self._unused = [slot.name for slot in self._gradient_sums.slots if not slot.delivered]
-        self.missing = self._without_gradient()
+        self.missing = without_gradient(self._gradient_sums.slots)
         if self.require_gradients:
             refuse_unused(self._unused, self.ps.world)
         self._steps += 1
         if self._check_every and self._steps % self._check_every == 0:
             # before an update: after it every rank has just been sent the same
             self.check_replicas()
-
-    def _without_gradient(self) -> list[str]:
-        slots = self._gradient_sums.slots
-        return [slot.name for slot in slots if not (slot.delivered or slot.zeroed)]
 
     # around the optimizer's step
 
@@ -302,6 +300,11 @@ class DataParallel(GradSync):
             for buffer in self.buffers:
                 buffer.gradients.div_(self.ps.size("dp-cp"))
 
+    def _unsum(self) -> None:
+        """A backward adds to what is summed: turn it into contributions of each rank, whose sum it is."""
+        unsum(self.buffers, self._partial, self.ps, averaged=self.averaged)
+        self.averaged = False
+
     def _meet(self, asked_for: str, facts: Any) -> None:
         """Before values of `p.grad` are read from other ranks, on gloo: all must ask alike."""
         if self.agreement.is_needed:
@@ -319,11 +322,12 @@ class DataParallel(GradSync):
 
     def take_gradients(self) -> Tensor:
         """Before an update: adopt `p.grad`; None is no gradient. Returns the number of `ChangesByHand.take`."""
-        if self._gradient_sums.borrowed():
+        sums = self._gradient_sums
+        if borrowed(sums.slots):
             self._sum_and_average()
-        if self._gradient_sums.take(float(self.default_divisor)):
-            self.missing = self._without_gradient()
-        return self._gradient_sums.changes.take(self.ps.device)
+        if take(sums.slots, sums.changes, float(self.default_divisor)):
+            self.missing = without_gradient(sums.slots)
+        return sums.changes.take(self.ps.device)
 
     @property
     def replicas(self) -> int:

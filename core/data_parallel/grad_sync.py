@@ -17,17 +17,10 @@ from torch.nn import Parameter
 
 from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.changes import ChangesByHand
-from core.data_parallel.buffers.gradient import (
-    BucketGradient,
-    ParameterSlot,
-    is_as_it_was,
-    local_gradient_of,
-    meet,
-    store_gradient,
-)
+from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.buffers.rounds import Round, after_backward
-from core.parallel_state.layout import layout_of
+from core.data_parallel.buffers.shown import borrowed, go_on
 
 
 def _gradient_hooked(slot: weakref.ref[ParameterSlot], parameter: Tensor) -> None:
@@ -42,7 +35,7 @@ class GradientSums:
     holders[stage]: the buckets of each pipeline stage. slots: of every parameter. divided: a round is one (stage,
     microbatch) pair (ZeRO stages 2, 3). backward_passes: of a plain loop, how many backward calls make a step, if
     that is known. sum_and_average, zero_all: called where a program asks for values of gradients, and where it has
-    set all of them to None; meet, before values of other ranks are asked for.
+    set all of them to None; meet, before values of other ranks are asked for; unsum, where a backward adds to sums.
     """
 
     def __init__(
@@ -56,10 +49,12 @@ class GradientSums:
         sum_and_average: Callable[[], None],
         meet: Callable[[str, Any], None],
         zero_all: Callable[[bool], None],
+        unsum: Callable[[], None],
     ) -> None:
         self.slots = slots
         self.sum_and_average = sum_and_average
         self.zero_all = zero_all
+        self._unsum = unsum
         self.meet = meet
         # by id: torch hashes tensors in Python
         self._slot_of = {id(slot.parameter): slot for slot in slots}
@@ -91,6 +86,8 @@ class GradientSums:
             slot.round = None if divided else round_of[slot.buffer]
         self._hooked: list[ParameterSlot] = []
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
+        # whether a part of what is to be summed has been summed before
+        self.goes_on = False
         # those that the program has zeroed since their sums ended
         self.zeroed_by_hand = set[ParameterSlot]()
         self._begin_plain()
@@ -163,7 +160,7 @@ class GradientSums:
             slot.unit.missing_gradients -= 1
         # already, by `contribute`
         added = type(gradient) is BucketGradient
-        if self.phase and not self._renewed() and self.phase.drops(slot.name):
+        if self.phase and not self._reopens() and self.phase.drops(slot.name):
             self.phase = Phase.STEPPED
             parameter.grad = slot.gradient if added else None
             return
@@ -185,7 +182,7 @@ class GradientSums:
 
     def contribute(self, slot: ParameterSlot, gradient: Tensor) -> None:
         """Add to the gradient of a parameter, inside of a backward."""
-        if self.phase and not (self.zeroed_by_hand and self._renewed()):
+        if self.phase and not self._reopens():
             # `gradient_hooked`, which follows, decides what becomes of it
             return
         # no hook saw this backward begin
@@ -196,13 +193,15 @@ class GradientSums:
     def begin_addition(self, slot: ParameterSlot) -> None:
         """An operation is about to add to the gradient of a parameter itself, before autograd's hook is called.
 
-        Where the program has set `.grad` to None since (a plain loop's `zero_grad`), what was there goes first.
+        Where the program has set `.grad` to None since (a plain loop's `zero_grad`), or to a tensor of its own, what
+        was there goes first.
         """
-        if self._has_executor or slot.parameter.grad is not None:
+        if self._has_executor:
             return
         if self.phase:
-            self._renewed()
-        elif slot.shown:
+            if self._reopens() and self._divided and not self._current_round.open:
+                self.plain_backward(self._stage_of[slot.buffer])
+        elif slot.shown and type(slot.parameter.grad) is not BucketGradient:
             slot.buffer.forget(slot.index)
             slot.shown = False
 
@@ -212,74 +211,31 @@ class GradientSums:
             for slot in self.slots:
                 if type(slot.parameter.grad) is BucketGradient and slot not in self.zeroed_by_hand:
                     return False
-        self.zero_all(not self.zeroed_by_hand)
+        # not set to None: tensors of the program's own count
+        self.zero_all(False)
+        return True
+
+    def _reopens(self) -> bool:
+        """Whether a contribution that comes after the sums counts: in the next step, or in this, as under DDP.
+
+        In this what is summed is one more contribution. Not of an executor's sums, nor after a step of ours.
+        """
+        if self._renewed():
+            return True
+        if self._has_executor or self.phase is Phase.STEPPED or borrowed(self.slots):
+            return False
+        go_on(self.slots, self.changes)
+        self._unsum()
+        self.phase, self.goes_on = Phase.OPEN, True
+        self.zeroed_by_hand.clear()
+        # the next sums begin with `finish`, or with rounds of their own
+        self._counts = False
         return True
 
     def refuse_second(self) -> None:
         """Raise ValueError: gradients are summed and used once, and have not been zeroed since."""
         if self.phase and not self._renewed():
             self.phase.refuse_second()
-
-    def show(self) -> None:
-        """After the last sum: `.grad` of every parameter that has a gradient stands for it."""
-        with torch._C.DisableTorchFunctionSubclass():
-            for slot in self.slots:
-                if slot.delivered and not slot.shown:
-                    slot.shown = True
-                    slot.parameter.grad = slot.gradient
-
-    def take(self, factor: float) -> bool:
-        """Before an update: what the program has written into `.grad` is what counts; None is no gradient.
-
-        factor: what a full gradient is multiplied by. Returns whether there are fewer or more gradients than before.
-        """
-        changed = False
-        borrowed = [
-            (slot, gradient.slot.full_gradient()) for slot, gradient in self._borrowed_by_all()
-        ]
-        # all were gathered above: two parameters may have exchanged their gradients
-        for slot, full in borrowed:
-            self._store_and_note(slot, full, factor)
-            slot.parameter.grad = slot.gradient
-            slot.fetched, changed, slot.delivered = None, True, True
-        with torch._C.DisableTorchFunctionSubclass():
-            for slot in self.slots:
-                gradient = slot.parameter.grad
-                if type(gradient) is BucketGradient:
-                    if slot.fetched is not None and not (factor == 1.0 and is_as_it_was(slot)):
-                        self._store_and_note(slot, slot.fetched, factor)
-                elif gradient is not None:
-                    self._store_and_note(slot, gradient, factor)
-                    changed, slot.delivered = True, True
-                elif slot.shown:
-                    self.changes.add(slot.index)
-                    local_gradient_of(slot).zero_()
-                    changed, slot.delivered, slot.zeroed = True, False, False
-        return changed
-
-    def _store_and_note(self, slot: ParameterSlot, full: Tensor, factor: float) -> None:
-        # not of experts: other ranks hold others
-        if "dp-cp" in layout_of(slot.parameter).gradient_groups:
-            self.changes.add(slot.index)
-            self.changes.add(full)
-        store_gradient(slot, full, factor)
-
-    def _borrowed_by_all(self) -> list[tuple[ParameterSlot, BucketGradient]]:
-        borrowed = self.borrowed()
-        if borrowed:
-            meet([gradient.slot for _, gradient in borrowed], "p.grad = q.grad")
-        return borrowed
-
-    def borrowed(self) -> list[tuple[ParameterSlot, BucketGradient]]:
-        """The parameters whose `.grad` was set to what another's is. Raises RuntimeError: to that of another step."""
-        borrowed = []
-        with torch._C.DisableTorchFunctionSubclass():
-            for slot in self.slots:
-                gradient = slot.parameter.grad
-                if type(gradient) is BucketGradient and gradient.slot is not slot:
-                    gradient.check_step()
-                    borrowed.append((slot, gradient))
-        return borrowed
 
     def _count_arrival(self, slot: ParameterSlot, *, may_start: bool = True) -> None:
         """One pair has delivered all to a parameter; may_start: complete buckets are reduced at once."""
@@ -316,7 +272,7 @@ class GradientSums:
 
     def plain_backward(self, stage: nn.Module) -> bool:
         """A backward has begun. Returns whether it is a plain loop's, which no executor has announced."""
-        # in other phases gradients are dropped or refused
+        # in other phases the first contribution decides what becomes of it
         if not self._has_executor and (not self.phase or self._renewed()):
             self.backward_begins(stage)
             if self._divided:
@@ -363,12 +319,15 @@ class GradientSums:
 
     def finish(self) -> None:
         """Start the sums that have not started, and wait for all."""
+        if self.goes_on:
+            # a rank that has read alone is alone here, too
+            self.meet("a sum of what a backward has added to sums", "sum")
         if not (self._counts or self._summed):
             self._begin_rounds()
         for round_ in (*self._rounds.values(), self._shared):
             round_.end()
         self._wait()
-        self.phase = Phase.SUMMED
+        self.phase, self.goes_on = Phase.SUMMED, False
 
     def _wait(self) -> None:
         for buffer in self._under_way:
@@ -396,5 +355,6 @@ class GradientSums:
                 slot.fetched = None
                 slot.renew()
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
+        self.goes_on = False
         self.zeroed_by_hand.clear()
         self._begin_plain()

@@ -49,8 +49,9 @@ class UpdateWatch:
         self._versions = 0
         # checksums of the weights
         self._seen: Tensor | None = None
-        # those that torch's optimizers have stepped, of gradients that are summed
+        # those that torch's optimizers have stepped, of gradients that are summed, and the number of those gradients
         self._stepped: set[ParameterSlot] = set()
+        self._stepped_of = 0
         self._hooks: list[Any] = [after_optimizer_steps(self._after_optimizer)]
         if agreement.is_shared:
             # torch's registry must not keep this alive, nor a deep copy have its hooks
@@ -82,6 +83,9 @@ class UpdateWatch:
         if hasattr(optimizer, "shard") or sums.phase is not Phase.SUMMED:
             self._stepped.clear()
             return
+        if self._stepped_of != self._slots[0].step:
+            self._stepped.clear()
+            self._stepped_of = self._slots[0].step
         for group in optimizer.param_groups:
             self._stepped.update(slot for p in group["params"] if (slot := slot_of(p)) is not None)
         if all(slot in self._stepped for slot in self._slots if slot.delivered):

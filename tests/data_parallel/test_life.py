@@ -50,7 +50,7 @@ STATES = {
 }
 # state -> event -> what it refuses with
 REFUSED = {
-    "summed": {"backward": "after finish\\(\\) had summed", "finish": "a second step or finish"},
+    "summed": {"finish": "a second step or finish"},
     "stepped": {"finish": "a second step or finish", "step": "used up by step 1"},
 }
 

@@ -47,6 +47,19 @@ class Accumulates(Net):
         return sum(losses)
 
 
+class ReadsBetween(Net):
+    """Gradients are read, and clipped by a number, between two backward calls."""
+
+    def backward(self, x, zero):
+        losses = [self.loss(x), self.loss(0.5 * x)]
+        losses[1].backward()
+        self.norm.weight.grad.norm()
+        self.first.weight.grad.clamp_(-0.1, 0.1)
+        self.layers[0][0].weight.grad[:3] *= 0.5
+        losses[0].backward()
+        return sum(losses)
+
+
 class KeepsItsGraph(Net):
     def backward(self, x, zero):
         loss = self.loss(x)
@@ -146,6 +159,7 @@ class NothingInIt(Net):
 
 MODELS = [
     Accumulates,
+    ReadsBetween,
     KeepsItsGraph,
     GivesUp,
     FailsInBackward,
@@ -219,15 +233,15 @@ def test_strange_loops_give_one_processs_numbers(ranks, zero):
     "zero", [0, pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)]
 )
 @pytest.mark.parametrize("options", [{"overlap": False}, {"backward_passes": 1}], ids=["no overlap", "passes told"])
-def test_a_backward_may_be_thrown_away(ranks, zero, options):
-    check(ranks, zero, [GivesUp, FailsInBackward], **options)
+def test_a_backward_may_be_thrown_away_or_added_to_sums(ranks, zero, options):
+    check(ranks, zero, [GivesUp, FailsInBackward, ReadsBetween], **options)
 
 
 @pytest.mark.parametrize(
     "zero", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 3]
 )
 def test_two_copies_of_two_shards(ranks, zero):
-    check(ranks, zero, [Accumulates, Unreached, ManyOutputs], world=4, replicate=2)
+    check(ranks, zero, [Accumulates, ReadsBetween, Unreached, ManyOutputs], world=4, replicate=2)
 
 
 class Opaque:

@@ -1,6 +1,7 @@
 """The habits of training loops, from the files beside this one."""
 
 from tests.zoo import (
+    habits_again,
     habits_buffers,
     habits_by_hand,
     habits_gradients,
@@ -21,6 +22,7 @@ _PARTS = (
     habits_models,
     habits_buffers,
     habits_by_hand,
+    habits_again,
 )
 FAMILY = Family(
     "Habits of training loops",

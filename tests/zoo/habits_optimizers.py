@@ -251,11 +251,6 @@ def dropped(side: Side) -> dict[str, Tensor]:
     return late_backward(side, counts=False)
 
 
-@habit(
-    "torch.optim.SGD: a backward after step() without zero_grad(), then a step",
-    "was used up by the optimizer's step",
-    "`zero_grad()` before the backward",
-    outcome="refused",
-)
+@habit("torch.optim.SGD: a backward after step() without zero_grad(), then a step")
 def summed_with_used(side: Side) -> dict[str, Tensor]:
     return late_backward(side, counts=True)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.zoo import habits_again
 from tests.zoo.case import judge, observe
 from tests.zoo.habits import FAMILY
 
@@ -31,3 +32,10 @@ def test_a_few_habits(ranks, zero):
 @pytest.mark.parametrize("zero", FAMILY.variations)
 def test_habits(ranks, zero):
     check(ranks, zero, FAMILY.cases)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_backward_calls_that_add_to_sums_in_one_process(ranks, zero):
+    cases = [case for case in habits_again.HABITS if case.outcome == "right"]
+    (found,) = ranks(seen, zero, [case.what for case in cases], world=1)
+    assert {what: one.message for what, one in found.items() if one.outcome != "right"} == {}

@@ -232,6 +232,17 @@ class Buffer(Weights):
             label=f"the gradients of {self.label}",
         )
 
+    def unsum(self, factor: float) -> None:
+        """Make of the sums a contribution of this rank to the next: its shard times `factor`, and zeros elsewhere.
+
+        The ranks' contributions add up to the sums again, which takes no other memory and no message.
+        """
+        self.own_gradients.mul_(factor / (self.copies.size if self.copies is not None else 1))
+        if self.stage < 2:
+            start, stop = self.shard_interval
+            self._grad_storage.flat[:start].zero_()
+            self._grad_storage.flat[stop:].zero_()
+
     def zero(self) -> None:
         """Begin a new step.
 
@@ -336,6 +347,25 @@ def sum_views(views: Sequence[Tensor], group: Group | None) -> None:
     joined = all_reduce(torch.cat(list(views)), group)
     for view, values in zip(views, joined.split([v.numel() for v in views]), strict=True):
         view.copy_(values)
+
+
+def unsum(
+    buffers: Sequence[Buffer],
+    partial: Mapping[str, Sequence[Tensor]],
+    ps: ParallelState,
+    *,
+    averaged: bool,
+) -> None:
+    """After the sums: let each rank have a part that adds up to them; see `Buffer.unsum`. No collective.
+
+    partial: as of `partial_views`. averaged: they have been divided by the number of replicas.
+    """
+    for buffer in buffers:
+        buffer.unsum(float(ps.size("dp-cp")) if averaged else 1.0)
+    for name, views in partial.items():
+        if (group := ps.group(name)) is not None:
+            for view in views:
+                view.div_(group.size)
 
 
 def partial_views(buffers: Sequence[Buffer]) -> dict[str, list[Tensor]]:

@@ -4,11 +4,13 @@
 |---|---|---|---|---|
 | fresh | accumulating | summed | stepped, nothing moves | fresh |
 | accumulating | accumulating | summed | stepped | fresh, sums that have begun are completed |
-| summed | refused: its part would be in no sum | refused | stepped | fresh |
-| kept | stepped: what comes is dropped | refused | stepped | fresh |
+| summed | accumulating, on top of the sums | refused | stepped | fresh |
+| summed, by an executor | refused: its part would be in no sum | refused | stepped | fresh |
+| kept, of an executor | stepped: what comes is dropped | refused | stepped | fresh |
 | stepped | stepped: what comes is dropped, as `zero_grad` will | refused | refused | fresh |
 
-Kept: an optimizer of torch's has used all of them, and `.grad` can still be read.
+Kept: an optimizer of torch's has used all of them, and `.grad` can still be read. Of a plain loop it is as summed:
+torch adds to what stands in `.grad`.
 """
 
 from enum import IntEnum
@@ -38,10 +40,9 @@ class Phase(IntEnum):
         """
         if self is Phase.SUMMED:
             raise RuntimeError(
-                f"a backward reached {name} after finish() had summed the gradients of this step (an executor's "
-                "step, clip_grad_norm_, get_grad_norm and values read of p.grad call it); call backward before "
-                "them, or step and zero_grad() before the next; optimizers that step in turn (a GAN's) want a "
-                "DataParallel each. Between two backwards of one step (FGM) take what "
-                "the first gave to an activation: torch.autograd.grad(loss, embedded, retain_graph=True)"
+                f"a backward reached {name} after finish() had summed the gradients of this step, as executors do at "
+                "the end of theirs (in a plain loop: while p.grad of one parameter is another's); call backward "
+                "before it, or step and zero_grad() before the next. What is to be added to an executor's sums "
+                "belongs into its loss_fn"
             )
         return self in (Phase.STEPPED, Phase.KEPT)
