@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from core.context_parallel import row_draws, row_factors
 from core.context_parallel.row_hooks import HookedRows
+from core.context_parallel.row_reads import DECISIONS, LOG_REMEDY, READS, STATISTICS, SUM_REMEDY
 from core.context_parallel.row_selections import loss_outcome, selected
 from core.context_parallel.row_totals import (
     SCALED,
@@ -35,25 +36,11 @@ from core.parallel_state.collectives.checks import fingerprint
 
 _LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
 _MEANS = ("mean", "nanmean")
-# of the rows that a rank has they say nothing about the others', in a log as well
-_STATISTIC_NAMES = """
-    max min amax amin aminmax argmax argmin kthvalue topk sort argsort median nanmedian quantile nanquantile mode
-    std var std_mean var_mean
-"""
-_STATISTICS = frozenset(_STATISTIC_NAMES.split())
-_READS = ("item", "tolist", "numpy", "array", "float", "int", "format", "repr", "str")
 _REMEDY = (
     "A mean over tokens is divided by those of all ranks: n = mask.sum(); all_reduce(n, group=parallel_state."
     "get_data_parallel_group(with_context_parallel=True)), and under DataParallel, which averages over that group, "
     "times its size; executors take (sum, tokens). What a head, a norm or a square takes is summed first: "
     "torch.distributed.nn.functional.all_reduce(x, group=parallel_state.get_context_parallel_group())"
-)
-
-
-_LOG_REMEDY = (
-    "Take it over all ranks before it is read: torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX, "
-    "group=parallel_state.get_context_parallel_group()); a median or a quantile wants the losses of all ranks "
-    "(all_gather)"
 )
 
 
@@ -141,12 +128,12 @@ class RowSums:
             self.told = True
             warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
 
-    def tell_of_log(self, name: str) -> None:
+    def tell_of_log(self, name: str, remedy: str = LOG_REMEDY) -> None:
         """Warn, once, of a statistic of this rank's rows that is read as if it were of all."""
         if not self._told_of_log:
             self._told_of_log = True
-            what = f"{name} of rows which are this context rank's is read: others hold the rest of each sequence"
-            warnings.warn(f"context parallelism: {what}. {_LOG_REMEDY}", stacklevel=6)
+            what = f"{name} rows which are this context rank's is read: others hold the rest of each sequence"
+            warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
 
 
 def _axes_of_rows(x: Tensor, rows_dim: int = 1) -> Axes:
@@ -251,7 +238,7 @@ class _Sums(Follower):
     def _mark_statistic(self, result: Any, name: str) -> None:
         """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            is_place = name in _STATISTICS  # of the largest, as a number of a row
+            is_place = name in STATISTICS  # of the largest, as a number of a row
             if isinstance(tensor, Tensor) and (
                 tensor.is_floating_point() or tensor.dtype is torch.bool or is_place
             ):
@@ -270,7 +257,10 @@ class _Sums(Follower):
         if not numbers or name in ("backward", "grad", "register_hook"):
             return
         first = numbers[0]
-        if not isinstance(result, Tensor) and name in _READS:
+        if first.dim() and first.partial not in STATISTICS and name in DECISIONS:
+            # of each sequence a number that no rank has
+            self._owner.tell_of_log(f"{first.partial} over", SUM_REMEDY)
+        elif not isinstance(result, Tensor) and name in READS:
             self.read(name, first)
         # where it has a gradient itself, a hook waits for that
         elif not first.requires_grad and any(
@@ -284,8 +274,8 @@ class _Sums(Follower):
 
     def read(self, name: str, tensor: SplitTensor) -> None:
         """Told of a largest loss and its like; what is a mean's part is left alone, as over data ranks."""
-        if tensor.partial in _STATISTICS and torch.equal(tensor, tensor.counted):  # type: ignore[attr-defined]
-            self._owner.tell_of_log(tensor.partial)
+        if tensor.partial in STATISTICS and torch.equal(tensor, tensor.counted):  # type: ignore[attr-defined]
+            self._owner.tell_of_log(f"{tensor.partial} of")
 
     def _tell_if_used(self, finding: Finding, result: Any) -> None:
         """Where a gradient comes back through it: nothing is said of what is only looked at."""
@@ -300,7 +290,7 @@ class _Sums(Follower):
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._owner.tell(what))
-        if finding.name in _STATISTICS:
+        if finding.name in STATISTICS:
             self._mark_statistic(result, finding.name)
 
     def _compare_later(

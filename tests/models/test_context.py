@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt2_spec, gpt_stages, llama_spec
 from core.models.huggingface import canonical, from_huggingface, load_huggingface
-from core.parallel_state import ContextRows, ParallelConfig, context_batch
+from core.parallel_state import ContextRows, ParallelConfig, ParallelState, context_batch
 from core.parallel_state.collectives import all_gather_objects
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule import schedules
@@ -322,3 +322,39 @@ def said_in_an_evaluation():
 def test_a_largest_loss_of_own_rows_is_told_in_an_evaluation_too(ranks):
     for _, _, before, told in ranks(said_in_an_evaluation, world=2):
         assert before == 0 and len(told) == 1 and "max of rows which are this context rank's is read" in told[0], told
+
+
+def best(scores):
+    return scores.argmax().item()
+
+
+def passing(scores):
+    return (scores > -60).tolist()
+
+
+def order(scores):
+    return scores.sort()[1].tolist()
+
+
+def chosen(read, summed):
+    """What is said of scores of whole sequences, and what was read; of all rows and of one process."""
+    ps = state(cp=2)
+    tokens = torch.randint(VOCAB, (4, 16), generator=torch.Generator().manual_seed(3))
+    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1), "position_ids": torch.arange(16).expand(4, -1)}
+    found = []
+    with warnings.catch_warnings(record=True, action="always") as caught, torch.no_grad():
+        for parallel in (ps, ParallelState.single("cpu")):
+            model = GPTModel(small(num_layers=1), llama_spec(), VOCAB, 16, parallel=parallel, seed=1).double()
+            scores = -model(**context_batch(batch, parallel)).sum(1)
+            if summed and parallel is ps:
+                torch.distributed.all_reduce(scores, group=ps.group("cp").process_group)
+            found.append(read(scores))
+    return [str(w.message) for w in caught], found
+
+
+@pytest.mark.parametrize("read", [best, passing, order])
+def test_scores_of_own_rows_that_decide_between_sequences_are_told(ranks, read):
+    for told, _ in ranks(chosen, read, False, world=2):
+        assert len(told) == 1 and "sum over rows which are this context rank's is read" in told[0], told
+    for told, (ours, alone) in ranks(chosen, read, True, world=2):
+        assert not told and ours == alone

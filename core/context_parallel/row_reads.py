@@ -1,0 +1,20 @@
+"""Numbers of a context rank's own rows that a program reads, or decides by, as if they were of all rows."""
+
+# of the rows that a rank has they say nothing about the others', in a log as well
+_STATISTIC_NAMES = """
+    max min amax amin aminmax argmax argmin kthvalue topk sort argsort median nanmedian quantile nanquantile mode
+    std var std_mean var_mean
+"""
+STATISTICS = frozenset(_STATISTIC_NAMES.split())
+READS = ("item", "tolist", "numpy", "array", "float", "int", "format", "repr", "str")
+# what is decided by the numbers of several sequences, or said of them
+DECISIONS = STATISTICS.union(READS, ("gt", "lt", "ge", "le", "eq", "softmax", "log_softmax"))
+SUM_REMEDY = (
+    "Sum it over the ranks before it is read: torch.distributed.all_reduce(x, "
+    "group=parallel_state.get_context_parallel_group())"
+)
+LOG_REMEDY = (
+    "Take it over all ranks before it is read: torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX, "
+    "group=parallel_state.get_context_parallel_group()); a median or a quantile wants the losses of all ranks "
+    "(all_gather)"
+)
