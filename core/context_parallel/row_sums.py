@@ -170,18 +170,7 @@ class _Sums(Follower):
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
-        # a tensor made like it has values of its own; noise has those of the ranks' seeds
-        if name.endswith("_like") or name.startswith("new_"):
-            if isinstance(result, Tensor) and any(x.requires_grad for x in inputs):
-                self.mark(result, None, row_draws.MADE_LIKE)
-                self._hear_draw(name, inputs[0])
-            return
-        # the first function that is called on it draws, or nothing does
-        for x in [x for x in inputs if x.partial == row_draws.MADE_LIKE]:
-            self._hear_draw(name, x)
-            inputs.remove(x)
-            x.__class__ = Tensor  # type: ignore[assignment]
-            del x.axes
+        inputs = self._hear_draws(name, inputs, result)
         if not inputs:
             return
         if any(x.partial == TOTAL for x in inputs):
@@ -216,20 +205,29 @@ class _Sums(Follower):
             self._hear_draw(name, inputs[0])
             self._tell_if_used(outcome, result)
         elif isinstance(outcome, str):
-            if name == "nanmean":
-                numbers = inputs[0].isnan().logical_not().sum().item()
-            else:
-                numbers = inputs[0].numel()
-            if name in _MEANS and isinstance(result, Tensor):
-                self._compare_later(result, numbers / max(result.numel(), 1))
-            else:
-                self._compare_later(result, 1.0, rows=inputs[0].numel(), of=inputs[0])
+            self._compare_sum(name, inputs[0], result)
         elif isinstance(outcome, (int, float)):
             rows = summed_rows(name, args, kwargs)
             self._compare_later(result, outcome, rows=rows)
         elif outcome is not None:
             for tensor, axes in outcome:
                 self.mark(tensor, axes)
+
+    def _hear_draws(self, name: str, inputs: list[SplitTensor], result: Any) -> list[SplitTensor]:
+        """Noise that is drawn for rows is told; the inputs that are to be followed."""
+        # a tensor made like rows has values of its own
+        if name.endswith("_like") or name.startswith("new_"):
+            if isinstance(result, Tensor) and any(x.requires_grad for x in inputs):
+                self.mark(result, None, row_draws.MADE_LIKE)
+                self._hear_draw(name, inputs[0])
+            return []
+        # the first function that is called on it draws, or nothing does
+        for x in inputs:
+            if x.partial == row_draws.MADE_LIKE:
+                self._hear_draw(name, x)
+                x.__class__ = Tensor  # type: ignore[assignment]
+                del x.axes
+        return [x for x in inputs if isinstance(x, SplitTensor)]
 
     def _hear_draw(self, name: str, rows: Tensor) -> None:
         if name.rstrip("_") in row_draws.DRAWS:
@@ -292,6 +290,16 @@ class _Sums(Follower):
                 tensor.register_hook(lambda gradient: self._owner.tell(what))
         if finding.name in STATISTICS:
             self._mark_statistic(result, finding.name)
+
+    def _compare_sum(self, name: str, rows: Tensor, result: Any) -> None:
+        if name == "nanmean":
+            numbers = rows.isnan().logical_not().sum().item()
+        else:
+            numbers = rows.numel()
+        if name in _MEANS and isinstance(result, Tensor):
+            self._compare_later(result, numbers / max(result.numel(), 1))
+        else:
+            self._compare_later(result, 1.0, rows=rows.numel(), of=rows)
 
     def _compare_later(
         self, result: Any, divisor: float, rows: float = 0, of: Tensor | None = None

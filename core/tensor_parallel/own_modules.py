@@ -87,9 +87,10 @@ class OwnModules:
             self._stop_looking = None
         if not inside:
             return
+        ended = None
         if not self._waiting and self._by_hand is not None:
             self._by_hand.end()
-            self._by_hand = None
+            ended, self._by_hand = self._by_hand, None
         elif self._by_hand is not None:
             self._by_hand.close()
             split = []
@@ -97,7 +98,7 @@ class OwnModules:
                 split += [p for p in waiting.parameters() if "tp" in layout_of(p).split]
             self._by_hand.open(split)
         if not any(isinstance(hook, _Before) for hook in module._forward_pre_hooks.values()):
-            before = _Before(self._group, self._splits_sequence)
+            before = _Before(self._group, self._splits_sequence, after=ended)
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(_After(before), with_kwargs=True)
             watch_optimizers(module)
@@ -173,10 +174,14 @@ def _tensors_of(values: Any) -> list[Tensor]:
 class _Before:
     """A forward pre-hook of the outermost module; a copy of it watches the copied module anew."""
 
-    def __init__(self, group: Group | None, splits_sequence: bool) -> None:
+    def __init__(
+        self, group: Group | None, splits_sequence: bool, *, after: ByHand | None = None
+    ) -> None:
         self._group = group
         self._splits_sequence = splits_sequence
-        self.watch = SplitWatch(group, warns_of_hooks=False) if group is not None else None
+        self.watch = None
+        if group is not None:
+            self.watch = SplitWatch(group, warns_of_hooks=False, after=after)
         self._activations = SplitActivations(group) if group is not None else None
         self._weights = SplitWeights(group) if group is not None else None
         self._forwards = 0

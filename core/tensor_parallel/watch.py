@@ -23,6 +23,7 @@ from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
 from core.tensor_parallel.along_sequence import probe_foreign_modules
+from core.tensor_parallel.differences import BATCH, difference_message
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
 from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
 
@@ -46,9 +47,6 @@ _USED_IN_ROWS = (
 )
 
 
-_BATCH = "the batch"
-
-
 def _has_full_memory(parameter: Tensor) -> bool:
     """Whether it is no other kind of tensor (FSDP2's), and its memory is there (ZeRO-3 frees it)."""
     plain = type(parameter).__torch_dispatch__ is Parameter.__torch_dispatch__
@@ -66,6 +64,7 @@ class SplitWatch:
     sums_foreign: adapters put into the model after it was made see sequence shards, and get their gradients summed.
     expert_group: the ranks that hold a model's other experts, data ranks among them.
     warns_of_hooks: of hooks on modules between split ones, found by the names that a `GPTModel` gives.
+    after: who listened to the parameters before.
     """
 
     def __init__(
@@ -75,6 +74,7 @@ class SplitWatch:
         expert_group: Group | None = None,
         sums_foreign: bool = False,
         warns_of_hooks: bool = True,
+        after: ByHand | None = None,
     ) -> None:
         self._group = group
         self._expert_group = expert_group
@@ -86,6 +86,7 @@ class SplitWatch:
         self._warned_of_parts = False
         # observes arithmetic between forwards
         self._by_hand: ByHand | None = None
+        self._listened_before = after
         self._split: list[tuple[nn.Module, str]] = []
         self._forwards_with_gradients = 0
         # kinds of arithmetic, on weights, on gradients or on states
@@ -170,7 +171,9 @@ class SplitWatch:
                 partial(self._warn_of_arithmetic, weakref.ref(module)),
                 gradients=True,
                 states=True,
+                after=self._listened_before,
             )
+            self._listened_before = None
         if look_again:
             self._split = []
             for submodule in module.modules():
@@ -240,7 +243,7 @@ class SplitWatch:
                 torch.cat([fingerprint(x.detach()) for x in floating]), group, 0.01
             )
             if other is not None:
-                raise ValueError(self._difference_message(group, _BATCH, other))
+                raise ValueError(difference_message(group, BATCH, other, self._forwards))
         inputs = [x for x in inputs if not x.is_floating_point()]
         # experts may lie on one tensor rank each
         replicated = [
@@ -252,12 +255,12 @@ class SplitWatch:
             [checksum(x) for x in (*inputs, *(p for _, p in replicated), *split.values())]
         )
         gathered = all_gather(local_sums[None], group).cpu()
-        labels = [_BATCH] * len(inputs) + [name for name, _ in replicated]
+        labels = [BATCH] * len(inputs) + [name for name, _ in replicated]
         differs = (gathered[:, : len(labels)] != gathered[0, : len(labels)]).any(0)
         if differs.any():
             column = int(differs.nonzero()[0])
             other = int((gathered[:, column] != gathered[0, column]).nonzero()[0])
-            raise ValueError(self._difference_message(group, labels[column], other))
+            raise ValueError(difference_message(group, labels[column], other, self._forwards))
         split_sums = gathered[:, len(labels) :]
         # parts that are all equal were drawn or broadcast as if they were whole
         if split_sums[0].any() and (split_sums == split_sums[0]).all():
@@ -285,33 +288,6 @@ class SplitWatch:
                     stacklevel=5,
                 )
                 return
-
-    def _difference_message(self, group: Group, labels: str, other: int) -> str:
-        ranks = f"ranks {group.ranks[0]} and {group.ranks[other]}"
-        if labels == _BATCH:
-            return (
-                f"tokens, positions, mask or labels differ between {ranks}, which share one model (tensor "
-                "parallelism) and must read one batch: give the sampler "
-                "rank=parallel_state.get_data_parallel_rank() and "
-                "num_replicas=parallel_state.get_data_parallel_world_size(); sample tokens from gathered "
-                "logits (gather_logits), with one seed"
-            )
-        if self._forwards == 1:
-            return (
-                f"{labels} should be the same on all tensor ranks, and differs between {ranks} before a step; call "
-                "torch.manual_seed with one seed on all before the model is made (s + rank is not), or load one "
-                "checkpoint. If it is split: ColumnParallelLinear and RowParallelLinear make halves that "
-                "are split alike (docs/concepts/tensor_parallel.md)"
-            )
-        return (
-            f"{labels} should be the same on all tensor ranks, and differs between {ranks} after an update, in "
-            f"forward {self._forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
-            "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
-            "core.optimizer.GradScaler; LBFGS takes products of parts: use AdamW, SGD; a parameter that is applied "
-            "to this rank's heads or columns (a norm of each head) wants "
-            "core.tensor_parallel.sum_gradient(parameter, group) in forward; an adapter around a "
-            "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"
-        )
 
 
 def _refuse_different_counts(numbers: Tensor, group: Group) -> None:

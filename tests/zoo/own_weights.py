@@ -102,6 +102,18 @@ def by_update_norm(state, weight):
     weight.sub_(0.1 * state["exp_avg"] / state["exp_avg"].norm())
 
 
+def consolidated(model):
+    """EWC: importances are added up in buffers that were made before the first forward."""
+    importance = {n: torch.zeros_like(p) for n, p in model.named_parameters()}
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for _ in range(2):
+        train(model, steps=1, between=lambda m: [importance[n].add_(p.grad**2) for n, p in m.named_parameters()])
+    penalty = sum((importance[n] * (p - start[n]) ** 2).sum() for n, p in model.named_parameters())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 - penalty)
+
+
 def told(what, run, remedy=FULL, says="part of a weight.*full_tensor"):
     return Case(what, run, "told", says, remedy, elsewhere={ONE: ("right", "")})
 
@@ -135,4 +147,7 @@ CASES = [
         "a norm of AdamW's moments", moments(by_update_norm), "`all_reduce` over the tensor group", "exp_avg of .*sum"
     ),
     Case("AdamW's moments times a mask of their values, their sizes summed", moments(forget_where_small)),
+    told(
+        "EWC's penalty over buffers made before the first forward", weights(consolidated), says="by hand.*full_tensor"
+    ),
 ]

@@ -28,7 +28,8 @@ from core.parallel_state.by_hand.functions import (
     is_foreign,
 )
 from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
-from core.parallel_state.by_hand.listening_classes import listening_classes, run_plain
+from core.parallel_state.by_hand.inside import called_inside
+from core.parallel_state.by_hand.listening_classes import Reporter, listening_classes, run_plain
 from core.parallel_state.by_hand.numbers import of_parameter
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.states import states_of
@@ -44,6 +45,7 @@ class ByHand:
     numbers: norms and counts of weights are followed until those of several are put together; while an optimizer of
     the program's own steps, those of gradients too, and nothing else is reported. buffers: what is made like a
     parameter (`zeros_like`) is followed for good. states: so are, between steps, the states of torch's optimizers.
+    after: who listened before, to buffers that are followed for good.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class ByHand:
         numbers: bool = False,
         buffers: bool = True,
         states: bool = False,
+        after: "ByHand | None" = None,
     ) -> None:
         self._report = report
         self._states = states
@@ -74,7 +77,9 @@ class ByHand:
         self._followed: list[weakref.ref[Tensor]] = []
         # a tensor's hooks, which one, what it was
         self._wrapped: list[tuple[dict, int, Callable]] = []
-        self._parameter, self._result = listening_classes(self)
+        self._reporter: Reporter = after._reporter if after is not None else Reporter()
+        self._reporter.listener = weakref.ref(self)
+        self._parameter, self._result = self._reporter.classes or listening_classes(self._reporter)
         self._step_listeners = [
             before_optimizer_steps(self._before_optimizer),
             after_optimizer_steps(self._after_optimizer),
@@ -190,7 +195,7 @@ class ByHand:
         slot: Any = getattr(getattr(parameter, "take_main_grad", None), "__self__", None)
         # of the program's own buckets nothing is known; where it is not None, another listens already
         if hasattr(slot, "listener") and slot.listener is None:
-            slot.listener = partial(_called_inside, weakref.ref(self), Heard(parameter, True))
+            slot.listener = partial(called_inside, weakref.ref(self), Heard(parameter, True))
             self._slots.append(slot)
 
     def _listen_in_hooks(self, parameter: Parameter) -> None:
@@ -302,7 +307,7 @@ class ByHand:
     def heard_inside(
         self, source: Heard, func: Any, result: Any, call: tuple[tuple, dict], norm_of: int | None
     ) -> None:
-        """A function of aten on a gradient that lies in buckets; call, norm_of: as in `_called_inside`."""
+        """A function of aten on a gradient that lies in buckets; call, norm_of: as in `called_inside`."""
         args, kwargs = call
         name = func.overloadpacket.__name__.removeprefix("linalg_").strip("_")
         if norm_of is not None:
@@ -379,22 +384,3 @@ class ByHand:
             result.axes = axes  # type: ignore[attr-defined]
             if not for_good:
                 self._followed.append(weakref.ref(result))
-
-
-def _called_inside(
-    reference: "weakref.ref[ByHand]",
-    source: Heard,
-    func: Any,
-    result: Any,
-    call: tuple[tuple, dict] = ((), {}),
-    *,
-    norm_of: int | None = None,
-) -> None:
-    """A gradient that lies in buckets was given to an operator of aten. call: its arguments.
-
-    norm_of: the operator took norms, which are of full gradients, of so many parameters.
-    """
-    listener = reference()
-    if listener is None or not listener.is_open or not called_by_program(sys._getframe(2)):
-        return
-    listener.heard_inside(source, func, result, call, norm_of)

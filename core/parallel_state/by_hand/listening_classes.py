@@ -1,8 +1,7 @@
 """The classes that parameters, and what is made of them, have while somebody listens to what is called on them."""
 
 import sys
-import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +26,15 @@ class Listener(Protocol):
     def make_plain_later(self, tensor: Tensor) -> None:
         """A tensor of these classes was made, which is given its own back when nobody listens."""
         ...
+
+
+class Reporter:
+    """Who hears what is called on tensors of two classes, now."""
+
+    def __init__(self) -> None:
+        self.listener: Callable[[], Listener | None] = lambda: None
+        # of parameters and of results
+        self.classes: tuple[type[Parameter], type[Tensor]] | None = None
 
 
 def run_plain(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -56,9 +64,8 @@ def _detached_for_a_parameter(data: Tensor) -> Tensor:
     return result
 
 
-def listening_classes(by_hand: Listener) -> tuple[type[Parameter], type[Tensor]]:
-    """The classes of parameters and of results that report to `by_hand`; copies and files hold plain ones."""
-    reference = weakref.ref(by_hand)
+def listening_classes(reporter: Reporter) -> tuple[type[Parameter], type[Tensor]]:
+    """The classes of parameters and of results that report to its listener; copies and files hold plain ones."""
 
     def called(
         cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -68,7 +75,7 @@ def listening_classes(by_hand: Listener) -> tuple[type[Parameter], type[Tensor]]
         if caller.startswith(("torch.optim.", "core.")):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        listener = reference()
+        listener = reporter.listener()
         if func is Tensor.detach and caller == "torch.nn.parameter":
             parameter = _detached_for_a_parameter(args[0])
             if listener is not None:
@@ -89,7 +96,7 @@ def listening_classes(by_hand: Listener) -> tuple[type[Parameter], type[Tensor]]
         return copy
 
     def reduced(self: Tensor, protocol: Any) -> Any:
-        listener = reference()
+        listener = reporter.listener()
         if listener is not None and not called_by_core(sys._getframe(1)):
             listener.pickled(self)
         with torch._C.DisableTorchFunctionSubclass():
@@ -103,6 +110,10 @@ def listening_classes(by_hand: Listener) -> tuple[type[Parameter], type[Tensor]]
         "__reduce_ex__": reduced,
         "__module__": __name__,
     }
-    shared["reports_to"] = reference
+    shared["reports_to"] = reporter
     of_parameter = {"axes": property(axes_of_parameter)}
-    return type("Parameter", (Parameter,), shared | of_parameter), type("Tensor", (Tensor,), shared)
+    reporter.classes = (
+        type("Parameter", (Parameter,), shared | of_parameter),
+        type("Tensor", (Tensor,), shared),
+    )
+    return reporter.classes

@@ -79,7 +79,7 @@ def initialize(
     stages = _build_stages(run, model, corpus, ps)
     say = _say_on_first_rank(ps)
     _, optimizer, executor, checkpoints, preferences = assemble(stages, run, corpus, ps, say)
-    # load before the loader is made: it begins with the batch after the checkpoint's
+    # before the loader is made, which begins with the batch after the checkpoint's
     start = checkpoints.resume()
     source = batches
     if corpus is not None:
@@ -96,12 +96,11 @@ def initialize(
         training_model.loader = Loader(
             source, ps, steps, start, lambda: checkpoints.stopped, accumulation
         )
-    # runs before the world is left: the last registered is the first. It keeps no model
+    # before the world is left, as the last registered is the first; it keeps no model
     if checkpoints.manager is not None:
         atexit.register(checkpoints.manager.close)
-    return Initialized(
-        training_model, optimizer, training_model.lr_scheduler, training_model.loader
-    )
+    scheduler = training_model.lr_scheduler
+    return Initialized(training_model, optimizer, scheduler, training_model.loader)
 
 
 def _open_text(

@@ -1,0 +1,39 @@
+"""Operators of aten on gradients that lie in buckets: what a program called, whatever torch made of it."""
+
+import sys
+import weakref
+from typing import Any, Protocol
+
+from core.parallel_state.by_hand.functions import called_by_program
+from core.parallel_state.by_hand.heard import Heard
+
+
+class HearsInside(Protocol):
+    """Who is told."""
+
+    is_open: bool
+
+    def heard_inside(
+        self, source: Heard, func: Any, result: Any, call: tuple[tuple, dict], norm_of: int | None
+    ) -> None:
+        """An operator, as `called_inside` was given it."""
+        ...
+
+
+def called_inside(
+    reference: "weakref.ref[HearsInside]",
+    source: Heard,
+    func: Any,
+    result: Any,
+    call: tuple[tuple, dict] = ((), {}),
+    *,
+    norm_of: int | None = None,
+) -> None:
+    """A gradient that lies in buckets was given to an operator of aten. call: its arguments.
+
+    norm_of: the operator took norms, which are of full gradients, of so many parameters.
+    """
+    listener = reference()
+    if listener is None or not listener.is_open or not called_by_program(sys._getframe(2)):
+        return
+    listener.heard_inside(source, func, result, call, norm_of)

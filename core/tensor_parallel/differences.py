@@ -1,0 +1,34 @@
+"""What is said where tensor ranks hold different values of what should be the same on all."""
+
+from core.parallel_state.collectives import Group
+
+BATCH = "the batch"
+
+
+def difference_message(group: Group, labels: str, other: int, forwards: int) -> str:
+    """Of what differs between the first rank of a group and its `other`th, in forward number `forwards`."""
+    ranks = f"ranks {group.ranks[0]} and {group.ranks[other]}"
+    if labels == BATCH:
+        return (
+            f"tokens, positions, mask or labels differ between {ranks}, which share one model (tensor "
+            "parallelism) and must read one batch: give the sampler "
+            "rank=parallel_state.get_data_parallel_rank() and "
+            "num_replicas=parallel_state.get_data_parallel_world_size(); sample tokens from gathered "
+            "logits (gather_logits), with one seed"
+        )
+    if forwards == 1:
+        return (
+            f"{labels} should be the same on all tensor ranks, and differs between {ranks} before a step; call "
+            "torch.manual_seed with one seed on all before the model is made (s + rank is not), or load one "
+            "checkpoint. If it is split: ColumnParallelLinear and RowParallelLinear make halves that "
+            "are split alike (docs/concepts/tensor_parallel.md)"
+        )
+    return (
+        f"{labels} should be the same on all tensor ranks, and differs between {ranks} after an update, in "
+        f"forward {forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
+        "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
+        "core.optimizer.GradScaler; LBFGS takes products of parts: use AdamW, SGD; a parameter that is applied "
+        "to this rank's heads or columns (a norm of each head) wants "
+        "core.tensor_parallel.sum_gradient(parameter, group) in forward; an adapter around a "
+        "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"
+    )
