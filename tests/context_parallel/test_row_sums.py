@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.nn.functional import all_reduce
 
-from core.context_parallel.row_sums import RowSums
+from core.context_parallel.rows.sums import RowSums
 from core.parallel_state import context_batch
 from tests.states import state
 

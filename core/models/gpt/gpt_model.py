@@ -8,7 +8,7 @@ from torch import Tensor
 from core.autograd import StageContext
 from core.autograd.gradients import refuse_transforms
 from core.context_parallel import Documents, begin_of_rows, visible_mask
-from core.context_parallel.row_sums import RowSums
+from core.context_parallel.rows.sums import RowSums
 from core.models.gpt.embedding import GPTEmbedding, OutputLayer, checked_chunk, mask_padding
 from core.models.gpt.inputs import (
     FirstInputs,

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from core.context_parallel import row_draws, row_factors
-from core.context_parallel.row_hooks import HookedRows
-from core.context_parallel.row_reads import DECISIONS, LOG_REMEDY, READS, STATISTICS, SUM_REMEDY
-from core.context_parallel.row_selections import loss_outcome, selected
-from core.context_parallel.row_totals import (
+from core.context_parallel.rows import draws, factors
+from core.context_parallel.rows.hooks import HookedRows
+from core.context_parallel.rows.reads import DECISIONS, LOG_REMEDY, READS, STATISTICS, SUM_REMEDY
+from core.context_parallel.rows.selections import loss_outcome, selected
+from core.context_parallel.rows.totals import (
     SCALED,
     TOTAL,
     Total,
@@ -155,7 +155,7 @@ class _Sums(Follower):
         # [b, s/cp]: else the rows' losses are the program's
         self._is_loss = output.dim() == 2
         self._totals: list[Total] = []
-        self._factors = row_factors.RowFactors(output.device)
+        self._factors = factors.RowFactors(output.device)
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
         if isinstance(tensor, Tensor) and (tensor.is_floating_point() or partial):
@@ -218,20 +218,20 @@ class _Sums(Follower):
         # a tensor made like rows has values of its own
         if name.endswith("_like") or name.startswith("new_"):
             if isinstance(result, Tensor) and any(x.requires_grad for x in inputs):
-                self.mark(result, None, row_draws.MADE_LIKE)
+                self.mark(result, None, draws.MADE_LIKE)
                 self._hear_draw(name, inputs[0])
             return []
         # the first function that is called on it draws, or nothing does
         for x in inputs:
-            if x.partial == row_draws.MADE_LIKE:
+            if x.partial == draws.MADE_LIKE:
                 self._hear_draw(name, x)
                 x.__class__ = Tensor  # type: ignore[assignment]
                 del x.axes
         return [x for x in inputs if isinstance(x, SplitTensor)]
 
     def _hear_draw(self, name: str, rows: Tensor) -> None:
-        if name.rstrip("_") in row_draws.DRAWS:
-            self._owner.tell(row_draws.message(name, rows), row_draws.REMEDY)
+        if name.rstrip("_") in draws.DRAWS:
+            self._owner.tell(draws.message(name, rows), draws.REMEDY)
 
     def _mark_statistic(self, result: Any, name: str) -> None:
         """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
@@ -351,7 +351,7 @@ class _Sums(Follower):
         self._numbers[2] = self._weight_of_totals(gradient)
         numbers = torch.cat((self._numbers, self._factors.numbers))
         gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
-        message, remedy = row_factors.told_of_factors(gathered[:, 3:])
+        message, remedy = factors.told_of_factors(gathered[:, 3:])
         if message:
             self._owner.tell(message, remedy)
         if message := told_of_totals(gathered[:, 2], group.size):
