@@ -61,6 +61,8 @@ def check_output(text, directory, *, ranks, head):
         told,
     )
     assert f"  training.train_steps = {STEPS}  (--training.train-steps)" in told.splitlines()
+    is_kept = any("checkpoint.directory = " in line for line in told.splitlines())
+    assert text.count("note: the weights of this run are not kept; --checkpoint.directory DIR") == 2 * (not is_kept)
     lines = f"{processes} on {rest}".splitlines()
     assert lines[0] == head
     assert re.fullmatch(r"parameters: [\d,]+ in all, [\d,]+ on rank 0 \(with padding\)", lines[1])

@@ -188,6 +188,14 @@ def test_a_run_that_goes_on_says_what_changes(made, base, change, capsys):
     assert f"step 3, next sample {row}," in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("fields", [{"model__num_layers": 3}, {"model__hidden_size": 64}])
+def test_a_run_of_other_sizes_is_another_run(made, base, fields):
+    """No change is offered that shapes forbid."""
+    with pytest.raises(ValueError, match=r"weights have other shapes.*checkpoint\.directory=ANOTHER") as error:
+        run(made, checkpoint__load=base["llama"], training__train_steps=4, **fields)
+    assert "checkpoint.change" not in str(error.value)
+
+
 def test_a_change_that_is_no_field():
     with pytest.raises(ValueError, match="change names 'batches'; known: data, batch, optimizer, model"):
         RunConfig.from_dict({"checkpoint.change": "batches"})

@@ -64,6 +64,29 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [f"{name}={old} (now {new})" for name, old, new in pairs if not _says(new, old)]
 
 
+# what shapes follow from: weights of another are of no use
+_SIZES = {
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "num_moe_experts",
+    "moe_ffn_hidden_size",
+    "gated_linear_unit",
+    "multi_latent_attention",
+}
+
+
+def differences_of_sizes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Those of `differences`, and the vocabulary's size, by which weights have other shapes."""
+    changed = [text for text in differences(before, now) if text.partition("=")[0] in _SIZES]
+    if before["vocab_size"] != now["vocab_size"]:
+        changed.append(f"vocab_size={before['vocab_size']} (now {now['vocab_size']})")
+    return changed
+
+
 def _says(new: Any, old: Any) -> bool:
     """Whether they are equal, but for facts inside that an older version did not know."""
     if isinstance(new, dict) and isinstance(old, dict):

@@ -8,7 +8,7 @@ from core.dist_checkpointing.planning.ranks import from_first
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.reading.loading import load
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
-from core.models.gpt.description import description_of, differences
+from core.models.gpt.description import description_of, differences, differences_of_sizes
 from core.parallel_state import ParallelState
 from core.training.config import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
 from core.training.resume.adapters import refuse_other_adapters
@@ -55,8 +55,15 @@ def compare_models(
     """Raise ValueError for a model with other facts, also where no shape shows them, and nobody allowed it."""
     stored: Any = StoredCheckpoint.open(url).run.get("model")
     changed: list[str] = []
+    sizes: list[str] = []
     if stored is not None and here is not None:
         changed = differences(stored, here)
+        sizes = differences_of_sizes(stored, here)
+    if sizes:
+        raise ValueError(
+            f"{url} is of a model with {', '.join(sizes)}: its weights have other shapes. Use the same, or begin "
+            "another run: checkpoint.directory=ANOTHER"
+        )
     if changed and "model" not in allowed:
         raise ValueError(
             f"{url} is of a model with {', '.join(changed)}; use the same, or say that it changes: "
@@ -78,6 +85,10 @@ def refuse_another_run(
     url = from_first(lambda: _newest(run.checkpoint), ps)
     if url is None:
         return
+    if run.model.build is None:
+        model = description_of(**run.model.arguments(tokens, run.data.sequence_length))
+        # silent: an allowed change is told when the checkpoint is loaded
+        compare_models(url, model, run.checkpoint.change, lambda line: None)
     current = order_of(run.data, run.training, order)
     template = {"training": {"order": dict(current)}}
     try:
@@ -86,9 +97,6 @@ def refuse_another_run(
         return
     changes_of_order(url, saved, current, run.checkpoint.change)
     if run.model.build is None:
-        model = description_of(**run.model.arguments(tokens, run.data.sequence_length))
-        # silent: an allowed change is told when the checkpoint is loaded
-        compare_models(url, model, run.checkpoint.change, lambda line: None)
         refuse_other_adapters(url, run.lora.facts() if run.lora.rank is not None else None)
     refuse_other_optimizer(run, url, ps)
 

@@ -26,6 +26,7 @@ from core.training.run.data import Corpus
 from core.transformer.precision import in_8_bits
 
 _WIDEST = 118  # columns of a drawing
+_NOT_KEPT = "the weights of this run are not kept; --checkpoint.directory DIR saves them"
 # tokens of each text in which padding is looked for
 _LOOKED_AT = 1 << 18
 # families whose embedding has no padding_idx in transformers
@@ -55,6 +56,13 @@ def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None])
         say(f"  {line}")
     for line in loaded.unused():
         say(f"note: {line}")
+    if _keeps_nothing(loaded.run):
+        say(f"note: {_NOT_KEPT}")
+
+
+def _keeps_nothing(run: RunConfig) -> bool:
+    checkpoint = run.checkpoint
+    return checkpoint.directory is None and checkpoint.export_huggingface is None
 
 
 def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
@@ -236,3 +244,5 @@ def tell(
         )
     names = ("run.toml", "metrics.jsonl", "report.html", "report.png")
     say("written: " + ", ".join(str(output / name) for name in names))
+    if _keeps_nothing(loaded.run):
+        say(f"note: {_NOT_KEPT}")
