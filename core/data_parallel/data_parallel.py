@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from core.autograd.protocols import GradSync
 from core.data_parallel.agreement import Agreement
+from core.data_parallel.beside import BesideModule
 from core.data_parallel.buffers.assembly import (
     buffers_of_stages,
     make_buffers,
@@ -39,7 +40,7 @@ from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
 
 
-class DataParallel(GradSync):
+class DataParallel(BesideModule, GradSync):
     """Flat buckets of weights and gradients, summed over the data axes and divided among its ranks.
 
     Implements `core.autograd.GradSync`, so that executors drive it; `ShardedAdamW(shard, ...)` updates what it holds.
@@ -61,8 +62,7 @@ class DataParallel(GradSync):
     backward_passes: of a plain loop, how often `backward` is called per step: the last one then overlaps too.
     require_gradients: `finish` raises where a parameter got none. check_replicas_every: steps between two
         comparisons of what several ranks hold (by `finish`, before the update); 0 never.
-    broadcast_buffers: buffers that forwards write are the first data rank's: sent after each step, and before each
-        further forward of a step.
+    broadcast_buffers: buffers that are written are the first data rank's: sent before each forward in training.
     init: of a model on the meta device, which is filled module by module: fills one module's own parameters; default:
         initial values that parameters carry, or the module's reset_parameters().
 

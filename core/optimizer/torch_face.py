@@ -23,6 +23,21 @@ class TorchFace(torch.optim.Optimizer):
     _groups: "Groups"
     step_count: int
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raises TypeError: arguments of torch's optimizers."""
+        shard = args[0] if args else kwargs.get("shard")
+        is_sharded = hasattr(shard, "ps") and hasattr(shard, "buffers")
+        has_config = len(args) > 1 or "config" in kwargs
+        # nothing at all: a copy
+        if (args or kwargs) and not (is_sharded and has_config):
+            name = cls.__name__
+            given = "" if is_sharded else f", not {type(shard).__name__}"
+            raise TypeError(
+                f"{name} takes a DataParallel and a configuration{given}: {name}(DataParallel(model, ps, "
+                "zero_stage=1), OptimizerConfig(lr=...)); torch.optim's own, over model.parameters(), work beside a DataParallel too"
+            )
+        return super().__new__(cls)
+
     def _face(self, groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         # not Optimizer.__init__: it imports torch._dynamo, for seconds
         self._sums_of_state = ShardSums()

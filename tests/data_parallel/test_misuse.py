@@ -176,3 +176,25 @@ def saved_by_torchs_optimizer(path):
 
 def test_torchs_optimizer_over_freed_weights_is_saved_with_whole_ones(ranks, tmp_path):
     ranks(saved_by_torchs_optimizer, str(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize(
+    "use, message",
+    [
+        (lambda model, shard: DataParallel(model), r"DataParallel\(module, ps\): ps is what .*initialize_model_par"),
+        (lambda model, shard: shard(X), "stands beside its module and is not called: call the module itself"),
+        (lambda model, shard: shard.parameters(), "'parameters': it stands beside its module; use the module's own"),
+        (lambda model, shard: shard.state_dict(), "'state_dict': it stands beside its module"),
+        (lambda model, shard: shard.nothing, "has no attribute 'nothing'$"),
+        (
+            lambda model, shard: ShardedAdamW(model, OptimizerConfig()),
+            "takes a DataParallel .*, not Linear: .*zero_st",
+        ),
+        (lambda model, shard: ShardedAdamW(model.parameters(), lr=1e-3), r"not generator: .*OptimizerConfig\(lr="),
+        (lambda model, shard: ShardedAdamW(shard, lr=1e-3), r"takes a DataParallel and a configuration: Sharded"),
+    ],
+)
+def test_the_habits_of_torchs_ddp_and_optimizers_are_answered(use, message):
+    model = nn.Linear(8, 4)
+    with pytest.raises((TypeError, AttributeError), match=message):
+        use(model, DataParallel(model, ALONE))
