@@ -34,7 +34,8 @@ class TorchFace(torch.optim.Optimizer):
             given = "" if is_sharded else f", not {type(shard).__name__}"
             raise TypeError(
                 f"{name} takes a DataParallel and a configuration{given}: {name}(DataParallel(model, ps, "
-                "zero_stage=1), OptimizerConfig(lr=...)); torch.optim's own, over model.parameters(), work beside a DataParallel too"
+                "zero_stage=1), OptimizerConfig(lr=...)); torch.optim's own, over model.parameters(), work beside a "
+                "DataParallel too"
             )
         return super().__new__(cls)
 
