@@ -90,7 +90,7 @@ class DataParallel(BesideModule, GradSync):
         init: Init | None = None,
     ) -> None:
         if zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_stage={zero_stage} is unknown; use 0, 1, 2 or 3")
+            raise ValueError(f"zero_stage={zero_stage!r} is unknown; use 0, 1, 2 or 3")
         self.module = module
         self.ps = ps
         self.zero_stage = zero_stage

@@ -153,6 +153,8 @@ class ParallelConfig:
         remedy = ""
         if others:
             remedy = f"; with {world} ranks tensor may be {_listed(divisors(others))}"
+        if world == 1:
+            remedy += f"; torchrun --standalone --nproc-per-node {ranks} starts that many"
         yield (
             world % ranks == 0,
             f"world size {world} is not a multiple of tensor({self.tensor}) x pipeline({self.pipeline}) x "

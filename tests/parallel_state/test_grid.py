@@ -112,6 +112,7 @@ def test_table_names_every_rank():
             r"with 6 ranks tensor may be 1, 2, 3, 6",
         ),
         ({"tensor": 8}, 4, "nearest world sizes are 8"),
+        ({"tensor": 2}, 1, "torchrun --standalone --nproc-per-node 2 starts that many"),
         ({"tensor": 2, "data": 3}, 8, r"data=3 x 2 model ranks is not the world size 8; leave data out or use 4"),
         ({"tensor": 2, "replicate": 3}, 8, r"replicate=3 does not divide data\(4\); valid: 1, 2, 4"),
         ({"expert": 3}, 4, r"expert=3 does not divide .* = 4; valid: 1, 2, 4"),

@@ -23,6 +23,10 @@ def parse_address(path_or_url: str | os.PathLike[str]) -> str:
 
     Raises ValueError: neither of them, or a URL with options that are not known.
     """
+    if not isinstance(path_or_url, (str, bytes, os.PathLike)):
+        raise ValueError(
+            f"a directory is needed, not {type(path_or_url).__name__}: save(state, directory), load(state, directory)"
+        )
     text = os.fspath(path_or_url)
     if not isinstance(text, str) or not text or "\0" in text:
         raise ValueError(
