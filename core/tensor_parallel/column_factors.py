@@ -22,6 +22,8 @@ from core.parallel_state.collectives.checks import fingerprint
 MAX_FACTORS = 8
 # signs that alternate, gates that lie beside each other: such numbers are right on every rank
 _PERIODS = (1, 2, 4)
+# elements of a larger one, evenly spaced, of which its two numbers are made
+_LOOKED_AT = 1 << 20
 # forwards before which those of the forward before are compared
 _COMPARED = (2, 3)
 _ELEMENTWISE = """
@@ -141,11 +143,11 @@ def _along(operand: Tensor, axes: Axes) -> Iterator[_Found]:
     for dim in range(-1, -1 - min(operand.dim(), len(axes)), -1):
         found = _varies(operand, dim, axes[dim])
         if found is not None:
-            yield operand, found
+            yield found
 
 
-def _varies(x: Tensor, dim: int, atoms: tuple[Atom, ...]) -> Tensor | None:
-    """Whether `x` differs from one to the next of what is split in `dim`; None where it has no entry for each."""
+def _varies(x: Tensor, dim: int, atoms: tuple[Atom, ...]) -> _Found | None:
+    """`x`, and whether it differs from one to the next of what is split in `dim`; None: no entry for each."""
     split = [place for place, (_, is_split) in enumerate(atoms) if is_split]
     sizes = [size for size, _ in atoms]
     if len(split) != 1 or x.shape[dim] != torch.Size(sizes).numel():
@@ -155,6 +157,7 @@ def _varies(x: Tensor, dim: int, atoms: tuple[Atom, ...]) -> Tensor | None:
         return None
     # from the left: unflatten makes more dims
     dim %= x.dim()
+    x = _sampled(x, dim)
     parts = x.unflatten(dim, sizes)
     dim += split[0]
     varies = torch.ones((), dtype=torch.bool, device=x.device)
@@ -162,7 +165,19 @@ def _varies(x: Tensor, dim: int, atoms: tuple[Atom, ...]) -> Tensor | None:
         if period < size and size % period == 0:
             left = parts.narrow(dim, 0, size - period)
             varies &= (parts.narrow(dim, period, size - period) != left).any()
-    return varies
+    return x, varies
+
+
+def _sampled(x: Tensor, kept: int | None) -> Tensor:
+    """Every n-th of other dims than `kept`: a mask of batches, heads, queries and keys may be the largest tensor."""
+    while x.numel() > _LOOKED_AT:
+        sizes = [0 if dim == kept else size for dim, size in enumerate(x.shape)]
+        dim = sizes.index(max(sizes))
+        if sizes[dim] < 2:
+            break
+        step = min(-(-x.numel() // _LOOKED_AT), sizes[dim])
+        x = x[(slice(None),) * dim + (slice(None, None, step),)]
+    return x
 
 
 def _of_index(x: SplitTensor, index: Any) -> Iterator[_Found]:
@@ -178,7 +193,7 @@ def _of_index(x: SplitTensor, index: Any) -> Iterator[_Found]:
                 for place in range(part.dim()):
                     found = _varies(part, place, x.axes[dim + place])
                     if found is not None:
-                        yield part, found
+                        yield found
             else:
                 yield from _of_numbers(part, x.axes, dim)
         dim += count
@@ -211,4 +226,4 @@ def _of_numbers(numbers: Tensor, axes: Axes, dim: int) -> Iterator[_Found]:
     if numbers.shape == (total,):
         here = torch.arange(total, device=numbers.device)
         chosen = (numbers // inner != here // inner).any()
-    yield numbers + 1, chosen
+    yield _sampled(numbers, None) + 1, chosen

@@ -78,6 +78,11 @@ NOTED = {
     "flat, the same in each head": (lambda x: flat(x) * torch.arange(2.0).repeat(4), False),
     "flat, other ones": (lambda x: flat(x) * torch.arange(8.0), True),
     "a parameter": (lambda x: x * HEADS[:, None, None].clone().requires_grad_(), False),
+    "slopes and products at once": (
+        lambda x: torch.baddbmm(HEADS.view(4, 1, 1), x.flatten(0, 1), x.flatten(0, 1).mT),
+        True,
+    ),
+    "a bias of many positions": (lambda x: x.repeat(1, 1, 1, 1 << 19) * long_bias(), True),
     "heads by mask": (lambda x: x[:, HEADS > 2], True),
     "heads in a list": (lambda x: x[:, [0, 2]], True),
     "no heads in a list": (lambda x: x[:, []], False),
@@ -90,6 +95,11 @@ NOTED = {
     "values written": (lambda x: x.__setitem__((slice(None), slice(None), 0, 0), HEADS), True),
     "values written after a number": (lambda x: x.__setitem__((0, slice(None), 0, 0), torch.ones(4)), False),
 }
+
+
+def long_bias():
+    """[4, 3, 2^20], which differs from head to head in the second half of the positions only."""
+    return HEADS[:, None, None] * (torch.arange(1 << 20) >= 1 << 19).expand(1, 3, -1)
 
 
 def flat(x):
