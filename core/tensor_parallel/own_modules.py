@@ -179,10 +179,11 @@ class _Before:
     ) -> None:
         self._group = group
         self._splits_sequence = splits_sequence
-        self.watch = None
+        self.watch: SplitWatch | None = None
+        self._activations: SplitActivations | None = None
         if group is not None:
             self.watch = SplitWatch(group, warns_of_hooks=False, after=after)
-        self._activations = SplitActivations(group) if group is not None else None
+            self._activations = SplitActivations(group, compares_factors=True)
         self._weights = SplitWeights(group) if group is not None else None
         self._forwards = 0
         # of the modules inside, and how many the program had when it was last looked
@@ -202,6 +203,8 @@ class _Before:
             return
         refuse_transforms("a module of parallel layers")
         self.watch.check_before(module, self._shared_inputs(module, args, kwargs))
+        assert self._activations is not None
+        self._activations.compare_factors(next(module.parameters()).device)
         self._look_inside(module)
 
     def _look_inside(self, module: nn.Module) -> None:

@@ -7,6 +7,7 @@ which functions are called on them, and follows which dims are split (`split_axe
 """
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
 from core.parallel_state.collectives import Group
+from core.tensor_parallel.column_factors import ColumnFactors, message_of
 from core.tensor_parallel.head_counts import whole_heads
 
 _REMEDIES = {
@@ -59,28 +61,53 @@ def is_compiled(module: nn.Module) -> bool:
 class SplitActivations(Follower):
     """Marks what column linears over `group` return, and tells, once for each kind, what is wrong on a part.
 
-    message: instead of what is said of columns between linears.
+    message: instead of what is said of columns between linears. compares_factors: what columns are multiplied by
+        is noted, and whoever owns this calls `compare_factors` before each forward, on all ranks.
     """
 
-    def __init__(self, group: Group, *, message: str = "") -> None:
+    def __init__(self, group: Group, *, message: str = "", compares_factors: bool = False) -> None:
         super().__init__()
         self._group = group
         self._message = message
+        self._compares_factors = compares_factors
+        self._factors = ColumnFactors() if compares_factors else None
         self._told: set[str] = set()
         self._calls = 0
         self._hooks: list[Any] = []
 
     def __deepcopy__(self, memo: dict) -> "SplitActivations":
-        return SplitActivations(self._group, message=self._message)
+        return SplitActivations(
+            self._group, message=self._message, compares_factors=self._compares_factors
+        )
 
     def mark_columns(self, output: Tensor, *, at_once: bool) -> bool:
-        """Follow a tensor whose last dim is split, in the first two calls, or tell now; whether another is wanted."""
+        """Follow a tensor whose last dim is split, in the first two calls, or tell now; whether another is wanted.
+
+        As many calls on every rank, whatever it was told: the second and third compare.
+        """
         if at_once:
             self._tell(Finding("exit", "compiled code", tuple(output.shape)))
             return False
         self._calls += 1
-        self.mark(output, split_axes.axes_of_columns(output.shape, output.shape[-1:], 0))
-        return self._calls < 2 and not self._told
+        self.compare_factors(output.device)
+        if self._calls <= 2 and not self._told:
+            self.mark(output, split_axes.axes_of_columns(output.shape, output.shape[-1:], 0))
+        return self._calls < 3
+
+    def compare_factors(self, device: torch.device) -> None:
+        """Before each forward, on all ranks: tell, once, of numbers that are the same on ranks with other columns.
+
+        Two of them make one small all-gather each.
+        """
+        if self._factors is None:
+            return
+        found = self._factors.compare(self._group, device)
+        if self._factors.is_done:
+            self._factors = None
+        if found and "factors" not in self._told and not (self._told and self._message):
+            self._told.add("factors")
+            text = message_of(found, self._group.size)
+            warnings.warn(f"{text}. {self._message}".removesuffix(". "), stacklevel=6)
 
     @property
     def num_hooks(self) -> int:
@@ -195,10 +222,14 @@ class SplitActivations(Follower):
         if any(x.partial for x in inputs):
             self._follow_sum(name, inputs, args, kwargs, result)
             return
+        if self._factors is not None:
+            # who looks on must not end a right program: a call of a form unknown here is not noted
+            with suppress(Exception):
+                self._factors.note(name, inputs, args, kwargs, result)
         try:
             outcome = split_functions.outcome_of(func, name, args, kwargs, result)
         except Exception:
-            # who looks on must not end a right program: a call of a form unknown here is not followed
+            # nor followed
             return
         if isinstance(outcome, Finding):
             self._tell(outcome)

@@ -26,6 +26,7 @@ from tests.zoo.split_model import (
 )
 
 optim = torch.optim
+OF_ALL = "`gather_logits` first, or numbers of all columns, cut: `model.place.rank * n + torch.arange(n)`"
 
 
 def compiled(backend, **options):
@@ -121,6 +122,41 @@ def own_loss(model):
 def loss_of_a_part(model):
     tokens, labels = batch()
     F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum").backward()
+
+
+def by_number(change):
+    """A step with gathered logits after `change(logits, the first's true number)`, and one more forward."""
+
+    def program(model):
+        tokens, labels = batch()
+        for _ in range(2):
+            logits = model(tokens)
+            first = model.place.rank * logits.shape[-1]
+            logits = change(logits, first)
+            if model.place.tp > 1:
+                logits = model.gather_logits(logits)
+            loss = F.cross_entropy(logits[..., :VOCAB].flatten(0, 1), labels.flatten(), reduction="sum")
+        loss.backward()
+
+    return program
+
+
+def without_columns(logits, first):
+    logits = logits.clone()
+    logits[..., [3, 7]] = -5.0
+    return logits
+
+
+def by_mask(logits, first):
+    return torch.where(torch.arange(logits.shape[-1]) < 8, -5.0, logits)
+
+
+def by_true_mask(logits, first):
+    return torch.where(first + torch.arange(logits.shape[-1]) < 8, -5.0, logits)
+
+
+def with_prior(logits, first):
+    return logits + torch.linspace(0, 1, logits.shape[-1])
 
 
 def keyword_call(model):
@@ -225,6 +261,20 @@ CASES = [
         remedy="`gather_logits`, or `GPTModel(parallel_output=False)`",
         elsewhere=only_split("told", "parallel_output=False"),
     ),
+    *[
+        Case(
+            what,
+            gradients(by_number(change)),
+            remedy=OF_ALL,
+            elsewhere=only_split("told", "same on all 2 ranks.*gather_logits"),
+        )
+        for what, change in {
+            "`logits[..., [3, 7]] = v` of what `model(tokens)` returns": without_columns,
+            "`torch.where(torch.arange(logits.shape[-1]) < 8, v, logits)`": by_mask,
+            "`logits + prior`, as many as `logits.shape[-1]`": with_prior,
+        }.items()
+    ],
+    Case("`torch.where` by true numbers of logits", gradients(by_number(by_true_mask))),
     Case(
         "A parameter outside of the model, brought in by a hook",
         gradients(soft_prompt),

@@ -294,12 +294,13 @@ class GPTModel(ModelWeights):
         if self._columns is None:
             message = (
                 f"logits are this tensor rank's {logits.shape[-1]} columns of the padded vocabulary, as Megatron's: "
-                "a softmax, an argmax or a loss over them is of a part. gather_logits(logits) or GPTModel("
-                f"parallel_output=False) gives all {self.vocab_size}; parallel_output=True says that the part is "
-                "meant"
+                "a softmax, an argmax, a loss over them or columns by number are of a part. gather_logits(logits) or "
+                f"GPTModel(parallel_output=False) gives all {self.vocab_size}; parallel_output=True says it is meant"
             )
             assert self.place.group is not None
-            self._columns = SplitActivations(self.place.group, message=message)
+            self._columns = SplitActivations(
+                self.place.group, message=message, compares_factors=True
+            )
         self.tells_of_columns = self._columns.mark_columns(logits, at_once=at_once)
 
     def _gather_for_foreign_head(self, x: Tensor) -> Tensor:

@@ -275,7 +275,7 @@ def _cut(
 ) -> Outcome:
     across = Finding("cut", name, shape)
     if name in ("getitem", "setitem"):
-        found = _indexed(axes, shape, args[1])
+        found = indexed(axes, shape, args[1])
         if found is None or isinstance(found, str):
             if found == "across":
                 return across
@@ -321,7 +321,7 @@ def _cut(
     return found_pieces
 
 
-def _indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
+def indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
     """Axes of `x[index]`; "across" where it takes columns by number; None: not followed."""
     if not isinstance(index, tuple):
         index = (index,)
