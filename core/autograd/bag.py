@@ -144,6 +144,7 @@ class StageContext:
     whole_sequences: the model is given whole sequences on every context rank, not this rank's rows (generation).
     drawn: the model has drawn a seed itself at least once: while such a forward runs, or is run again by torch's
         checkpoint, the generator's own seed is that seed.
+    used_step: an operation has made random numbers of seed, step and microbatch, since an executor last asked.
     loss_scale: what an executor multiplies each token's loss by: auxiliary losses start their backward with it.
     averaged_over: how many microbatches a program takes the mean of, each by its own tokens (Megatron's loops):
         auxiliary losses are means over positions there, too; None: they are sums, as the losses are.
@@ -160,6 +161,7 @@ class StageContext:
     microbatch: int = 0
     driven: bool = False
     drawn: bool = False
+    used_step: bool = False
     loss_scale: float | Tensor = 1.0
     averaged_over: int | None = None
     scale_of_plain_loop: Tensor | None = None
@@ -192,7 +194,7 @@ class StageContext:
         self.driven = False
 
     def snapshot(self) -> tuple:
-        """All but `drawn`, `whole_sequences` and `listeners`, which stay, for a region that will be run again."""
+        """What a region that will be run again begins with; flags and `listeners` stay as they are."""
         return self.bag, self.seed, self.step, self.microbatch, self.driven
 
     def restore(self, snapshot: tuple) -> None:

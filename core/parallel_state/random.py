@@ -69,6 +69,17 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 @contextmanager
+def kept_generators(device: torch.device) -> Iterator[None]:
+    """What is drawn or seeded inside the block, of any generator of a device or the CPU, is forgotten after it."""
+    states = [(generator, generator.get_state()) for generator in generators_of(device)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
+@contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Draw from `seed` inside the block; the user's own random state is untouched by it."""
     generator = default_generator(device)

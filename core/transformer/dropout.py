@@ -37,6 +37,7 @@ class Dropout(nn.Module):
         stage = self.stage
         if stage.drawn and not stage.driven:
             return mix32(torch.default_generator.initial_seed(), *self.key)
+        stage.used_step = True
         return mix32(stage.seed, stage.step, stage.microbatch, *self.key)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -82,3 +82,26 @@ def test_rows_of_a_part_by_number_are_told_once(ranks, look, zero_stage, tp):
 @pytest.mark.parametrize("look, zero_stage", [(norm, 0), (squares, 0), (written, 0), (written, 1), (written, 3)])
 def test_whole_states_and_writes_hear_nothing(ranks, look, zero_stage):
     assert ranks(said_of, look, zero_stage, 1, world=2) == [[], []]
+
+
+def test_states_of_ones_own_are_shown_their_place():
+    """As Lookahead does, which puts slow weights beside the base optimizer's moments."""
+    ps = state()
+    model = nn.Linear(4, 4)
+    shard = DataParallel(model, ps, zero_stage=1)
+    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.01))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    remedy = r"in a dict of your own, keyed by the parameter: own\[p\] = "
+    with pytest.raises(ValueError, match=remedy):
+        optimizer.state[model.weight]["slow"] = model.weight.detach().clone()
+    with pytest.raises(ValueError, match=remedy):
+        optimizer.state[nn.Parameter(torch.ones(3))] = {}
+    with pytest.raises(KeyError, match=remedy):
+        optimizer.state[nn.Parameter(torch.ones(3))]
+
+    own = {p: p.detach().clone() for p in model.parameters()}
+    with torch.no_grad():
+        for p, slow in own.items():
+            p.copy_(slow.lerp_(p, 0.5))
+    assert torch.equal(own[model.weight], model.weight)

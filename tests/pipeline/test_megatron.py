@@ -117,6 +117,11 @@ def more_steps():
         sync.zero_grad()
     assert losses[0] != losses[1], "dropout goes on"
     assert kept.step_index == 2
+    again = gpt("llama", parallel=ps, facts={"num_layers": 2, "hidden_dropout": 0.3})
+    again.load_state_dict(model.state_dict())
+    assert [step(again, step_index=number)[0]["lm loss"].item() for number in range(2)] == losses
+    with pytest.raises(ValueError, match="step_index=-1 must be an integer of at least 0"):
+        step(again, step_index=-1)
     assert copy.deepcopy(model).__dict__["_forward_backward"].pipeline is None
     step(model, 2, grad_sync=sync)
     assert model.__dict__["_forward_backward"].pipeline is not kept

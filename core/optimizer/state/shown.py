@@ -15,14 +15,21 @@ from core.parallel_state.by_hand.functions import (
 )
 from core.parallel_state.by_hand.listened_tensor import ListenedTensor
 
+# Lookahead's slow weights, say, which it keeps in the base optimizer's state
+_OWN_DICT = (
+    "Keep tensors of your own beside a parameter (slow weights, averages) in a dict of your own, keyed by the "
+    "parameter: own[p] = p.detach().clone()"
+)
+
 
 class ReadOnlyStates(dict):
     """A view of states that lie in buckets: their tensors may be written to, the mapping may not."""
 
     def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
-            f"optimizer.state shows {len(self)} entries that lie in buckets: none can be put in or taken out; zero "
-            "their tensors, load a state_dict() of before the first step, or make the optimizer anew"
+            f"optimizer.state shows {len(self)} entries that lie in buckets: none can be put in or taken out. "
+            f"{_OWN_DICT}. To begin anew zero their tensors, load a state_dict() of before the first step, or make "
+            "the optimizer anew"
         )
 
     clear = pop = popitem = setdefault = update = __setitem__ = __delitem__ = __ior__ = (
@@ -36,7 +43,8 @@ class StateByParameter(ReadOnlyStates):
     def __missing__(self, parameter: Tensor) -> NoReturn:
         raise KeyError(
             f"a parameter of shape {tuple(parameter.shape)} has no state here: under ZeRO each rank holds the states "
-            f"of its own part, this one those of {len(self)} parameters (optimizer.state lists them)"
+            f"of its own part, this one those of {len(self)} parameters (optimizer.state lists them). "
+            f"{_OWN_DICT}"
         )
 
 

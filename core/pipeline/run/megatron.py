@@ -188,7 +188,9 @@ def _cached_pipeline(
             grad_sync=grad_sync,
             seed=seed,
         )
-        cache.pipeline.step_index = step_index
+        # 0 is no number that was handed on
+        if step_index:
+            cache.pipeline.step_index = step_index
         cache.batch_watch = BatchWatch(ps)
         # `loss_func` returns means
         cache.pipeline.sums_watch.close()
@@ -227,6 +229,19 @@ def _warn_of_replicas(models: Sequence[nn.Module], replicas: int) -> None:
         )
 
 
+def _one_each(data_iterator: Any, chunks: int) -> list[Iterator | None]:
+    """The iterator of each chunk. Raises ValueError: another number of them."""
+    if isinstance(data_iterator, (list, tuple)):
+        iterators = list(data_iterator)
+    else:
+        iterators = [data_iterator] * chunks
+    if len(iterators) != chunks:
+        raise ValueError(
+            f"{len(iterators)} data iterators for {chunks} model chunks; give one for each chunk"
+        )
+    return iterators
+
+
 def forward_backward(
     *,
     forward_step_func: ForwardStep,
@@ -238,6 +253,7 @@ def forward_backward(
     forward_only: bool = False,
     grad_sync: GradSync | None = None,
     seed: int = 0,
+    step_index: int | None = None,
 ) -> list[Any]:
     """One step: gradients into `main_grad` or `.grad`; returns the last stage's reports, one per microbatch, else [].
 
@@ -245,17 +261,12 @@ def forward_backward(
     (loss, num_tokens, report). Losses are averaged as Megatron does it. model: a module, or this rank's chunks in
     the order of their stages (interleaved 1F1B), with one iterator each. seq_length and micro_batch_size are not
     needed: messages carry their shapes. grad_sync: as for `Pipeline`; without it nobody sums over replicas.
+    step_index: of this step, of which random numbers are a function: the iteration of a script that goes on.
+        Default: they are counted from 0.
     Raises ValueError: another number of iterators than chunks; PipelineError: a failure on any rank.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
-    if isinstance(data_iterator, (list, tuple)):
-        iterators = list(data_iterator)
-    else:
-        iterators = [data_iterator] * len(models)
-    if len(iterators) != len(models):
-        raise ValueError(
-            f"{len(iterators)} data iterators for {len(models)} model chunks; give one for each chunk"
-        )
+    iterators = _one_each(data_iterator, len(models))
     model_state = getattr(models[0], "parallel", None)
     ps = model_state if isinstance(model_state, ParallelState) else current_state()
     if grad_sync is None and not forward_only and ps.size("dp-cp") > 1:
@@ -264,6 +275,8 @@ def forward_backward(
         models, num_microbatches, ps, grad_sync, seed, forward_only=forward_only
     )
     assert cache.pipeline is not None
+    if step_index is not None:
+        cache.pipeline.step_index = step_index
     random = _ProgramsRandomState(ps.device)
     seen = [None if iterator is None else _SeenIterator(iterator) for iterator in iterators]
     for chunk, iterator in zip(cache.chunks, seen, strict=True):

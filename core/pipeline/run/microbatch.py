@@ -8,6 +8,7 @@ from torch.autograd.graph import GradientEdge
 
 from core.autograd import GradSync, Notes, WeightGradBag
 from core.autograd.recomputation.module_state import StateBefore
+from core.pipeline.run.checks.step_numbers import Draws
 from core.pipeline.run.step import LossFn
 
 
@@ -17,7 +18,7 @@ class StepContext:
 
     step: its number. first_microbatch: the global index of this replica's first one. microbatches: the cut batch.
     loss_fn: None where the model's outputs are asked for. training: whether backward follows.
-    sync: collects and reduces the gradients.
+    sync: collects and reduces the gradients. draws: seeds torch's generators for each call of a stage.
     """
 
     step: int
@@ -27,6 +28,7 @@ class StepContext:
     sync: GradSync
     training: bool = False
     loss_scale: float | Tensor = 1.0
+    draws: Draws = field(default_factory=Draws)
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from core.autograd import GradSync, NullGradSync
 from core.parallel_state.collectives import all_gather_objects, all_reduce, broadcast
 from core.parallel_state.modules import Modules, modules_of
-from core.parallel_state.random import generators_of
+from core.parallel_state.random import kept_generators
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.arguments import (
     ScheduleLike,
@@ -27,6 +27,7 @@ from core.pipeline.run.checks.plain_loop import (
     PlainLoopWatch,
     refuse_other_groups,
 )
+from core.pipeline.run.checks.step_numbers import NumberedSteps, StepNumbers
 from core.pipeline.run.checks.sums import SumsWatch
 from core.pipeline.run.executor import Clock, Executor
 from core.pipeline.run.messages.connections import Connections
@@ -53,7 +54,7 @@ from core.pipeline.schedule.timeline import Measured, Timeline
 from core.pipeline.search.auto import Tuner, measured_costs
 
 
-class Pipeline:
+class Pipeline(NumberedSteps):
     """`step(batch, loss_fn)` runs forward, input gradients, weight gradients, recomputation and reduction.
 
     stages: the modules of this rank, in the order of their stages, or a mapping stage -> module; any
@@ -103,8 +104,8 @@ class Pipeline:
         self.receive_ahead = default if receive_ahead is None else receive_ahead
         tuner = Tuner(ps, num_microbatches, memory_limit, self.receive_ahead, search_seconds)
         self._tuner = tuner if schedule == "auto" else None
-        # the number of the next step, and of calls so far: ranks compare the latter when one of them fails
-        self.step_index, self._calls = 0, 0
+        # so far: ranks compare it when one of them fails
+        self._calls = 0
         self.grad_sync = grad_sync if grad_sync is not None else NullGradSync()
         self.stages: dict[int, Stage] = {}
         self._connections = Connections(ps, self.receive_ahead)
@@ -128,6 +129,7 @@ class Pipeline:
         self._key = self._agree_on_schedule(problem)
         check_tables(self.modules, ps)
         modules = [*self.modules.values()]
+        self._numbers = StepNumbers(modules, [stage.context for stage in self.stages.values()])
         self._loss_watch = LossWatch(ps, modules)
         self.sums_watch = SumsWatch(modules, ps, grad_sync)
         if ps.size("pp") > 1:
@@ -235,9 +237,8 @@ class Pipeline:
         with self._broadcast_failures("step"):
             loss_fn = self._loss_watch.around(loss_fn)
             self._batch_watch.before_step(batch)
-            step = self._step_context(
-                batch, self.num_microbatches, loss_fn, training=True, loss_scale=loss_scale
-            )
+            how = {"training": True, "loss_scale": loss_scale, "draws": self._numbers.begin_step()}
+            step = self._step_context(batch, self.num_microbatches, loss_fn, **how)
 
             # a gradient is final after one delivery per microbatch and stage that uses the parameter
             deliveries: dict[Any, int] = {}
@@ -268,7 +269,7 @@ class Pipeline:
                 self._plain_loop.after_step()
         # outside of the block: "auto" has errors of its own, which it raises on every rank
         self._clock = clock
-        self.step_index += 1
+        self._numbers.end_step()
         self._tune()
         return result
 
@@ -378,13 +379,11 @@ class Pipeline:
     def _run(self, executor: Executor, clock: Clock) -> None:
         for stage in self.stages.values():
             stage.prepare()
-        # stages seed torch's generators for every microbatch; the user's states are restored
-        states = [(generator, generator.get_state()) for generator in generators_of(self.ps.device)]
         try:
-            executor.run(clock)
+            # stages seed torch's generators for every microbatch
+            with kept_generators(self.ps.device):
+                executor.run(clock)
         finally:
-            for generator, state in states:
-                generator.set_state(state)
             self._position = executor.position
             for stage in self.stages.values():
                 stage.clear()

@@ -1,7 +1,7 @@
 """The executor of a model that is whole on every rank: microbatches one after the other, gradients accumulated."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from core.autograd import GradSync, NullGradSync, StageContext, has_main_grad
 from core.parallel_state.collectives import all_reduce
-from core.parallel_state.random import seeded
+from core.parallel_state.random import default_generator, seeded
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.loss import LossWatch
+from core.pipeline.run.checks.step_numbers import Draws, NumberedSteps, StepNumbers
 from core.pipeline.run.checks.sums import SumsWatch
 from core.pipeline.run.ranges import named
 from core.pipeline.run.step import (
@@ -33,7 +34,7 @@ from core.pipeline.run.step import (
 )
 
 
-class SingleStage:
+class SingleStage(NumberedSteps):
     """One step = `num_microbatches` times forward and backward, then the gradients' sum over the replicas.
 
     A rank is given its own rows of the global batch; microbatch m of data rank r has the global index
@@ -76,7 +77,6 @@ class SingleStage:
             self.grad_sync = grad_sync
         else:
             self.grad_sync = NullGradSync()
-        self.step_index = 0
         # our own models carry a context that their operations already hold
         model_context = stage if stage is not None else getattr(model, "stage", None)
         if isinstance(model_context, StageContext):
@@ -84,6 +84,7 @@ class SingleStage:
         else:
             self.stage = StageContext()
         self._forward_arguments = forward_arguments(model)
+        self._numbers = StepNumbers([model], [self.stage])
         self._sums_watch = SumsWatch([model], ps, grad_sync)
         self._loss_watch = LossWatch(ps, [model])
 
@@ -111,6 +112,7 @@ class SingleStage:
         microbatches = split_microbatches(batch, self.num_microbatches)
         loss_fn = self._loss_watch.around(loss_fn)
         sums = []
+        draws = self._numbers.begin_step()
         self.stage.loss_scale = loss_scale
         self.stage.begin_step()
         # a gradient is final, and its bucket may be reduced, after one backward per microbatch
@@ -119,7 +121,7 @@ class SingleStage:
         try:
             for index, microbatch in enumerate(microbatches):
                 sync.before_forward(model)
-                with named(f"F0.{index}"), self._begin_microbatch(index):
+                with named(f"F0.{index}"), self._begin_microbatch(index, draws):
                     output = call_stage(model, microbatch, self._forward_arguments)
                     loss_sum, num_tokens = call_loss_fn(loss_fn, output, microbatch)
                 # before backward: the graph holds what it needs
@@ -139,7 +141,7 @@ class SingleStage:
             sync.stage_done(model)
             sync.finish()
             self.stage.end_step()
-        self.step_index += 1
+        self._numbers.end_step()
         return self._sums_watch.after_step(self._global_result(sums), loss_scale)
 
     def evaluate(self, batch: Batch, loss_fn: LossFn) -> StepResult:
@@ -171,7 +173,7 @@ class SingleStage:
             try:
                 for index, microbatch in enumerate(split_microbatches(batch, count)):
                     self.grad_sync.before_forward(self.model)
-                    with self._begin_microbatch(index):
+                    with self._begin_microbatch(index, Draws()):
                         output = call_stage(self.model, microbatch, self._forward_arguments)
                         results.append(use(output, microbatch))
                         # not alive beside the next microbatch's
@@ -180,12 +182,15 @@ class SingleStage:
                 self.stage.release()
         return results
 
-    def _begin_microbatch(self, index: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def _begin_microbatch(self, index: int, draws: Draws) -> Iterator[None]:
         """Tell our operations which microbatch runs; torch's generator is seeded meanwhile, for foreign modules."""
         global_index = self.ps.index("dp") * self.num_microbatches + index
         self.stage.begin(seed=self.seed, step=self.step_index, microbatch=global_index)
         seed = stage_seed(self.seed, self.step_index, global_index, context=self.ps.index("cp"))
-        return seeded(self.ps.device, seed)
+        # around it: the user's own state comes back
+        with seeded(self.ps.device, seed), draws.seeded([default_generator(self.ps.device)], seed):
+            yield
 
     def from_last_stage(self, value: Tensor) -> Tensor:
         """`value`: the last stage is here."""

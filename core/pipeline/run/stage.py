@@ -277,19 +277,17 @@ class Stage:
             seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag
         )
         seed = stage_seed(self.seed, step.step, state.global_index, self.index, self._context_rank)
-        # for foreign modules; the pipeline restores them after the step
-        for generator in generators_of(self.device):
-            generator.manual_seed(seed)
-
         received, batch = self._input_writes.inputs(
             state, step.microbatches[microbatch], will_recompute
         )
-        if self.first:
-            output = call_stage(self.module, batch, self._forward_arguments)
-        else:
-            output = call_next_stage(self.module, received, batch, self._forward_arguments)
-        if self.last and step.loss_fn is not None and not will_recompute:
-            output = call_loss_fn(step.loss_fn, output, batch)
+        # for foreign modules; the pipeline restores them after the step
+        with step.draws.seeded(generators_of(self.device), seed):
+            if self.first:
+                output = call_stage(self.module, batch, self._forward_arguments)
+            else:
+                output = call_next_stage(self.module, received, batch, self._forward_arguments)
+            if self.last and step.loss_fn is not None and not will_recompute:
+                output = call_loss_fn(step.loss_fn, output, batch)
         # a module that stands in two stages must not defer into this microbatch's bag
         self.context.release()
         return output
