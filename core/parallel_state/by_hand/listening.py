@@ -32,7 +32,7 @@ from core.parallel_state.by_hand.inside import called_inside
 from core.parallel_state.by_hand.listening_classes import Reporter, listening_classes, run_plain
 from core.parallel_state.by_hand.numbers import of_parameter
 from core.parallel_state.by_hand.split_axes import Axes
-from core.parallel_state.by_hand.states import states_of
+from core.parallel_state.by_hand.states import ListenedStates
 from core.parallel_state.by_hand.whole_dims import axes_of_result
 from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
@@ -59,7 +59,6 @@ class ByHand:
         after: "ByHand | None" = None,
     ) -> None:
         self._report = report
-        self._states = states
         self._gradients = gradients
         self._numbers = numbers
         self._buffers = buffers
@@ -80,6 +79,7 @@ class ByHand:
         self._reporter: Reporter = after._reporter if after is not None else Reporter()
         self._reporter.listener = weakref.ref(self)
         self._parameter, self._result = self._reporter.classes or listening_classes(self._reporter)
+        self._states = ListenedStates(self._result) if states else None
         self._step_listeners = [
             before_optimizer_steps(self._before_optimizer),
             after_optimizer_steps(self._after_optimizer),
@@ -162,9 +162,8 @@ class ByHand:
             self._in_optimizer = False
             self._eager.close()
         self._listening()
-        if self._states and not hasattr(optimizer, "shard"):
-            for state, source in states_of(optimizer, self._parameters):
-                self._follow(state, source)
+        if self._states is not None and not hasattr(optimizer, "shard"):
+            self._states.listen(optimizer, self._parameters)
 
     def _listening(self) -> None:
         for parameter in self._parameters:
@@ -176,6 +175,8 @@ class ByHand:
             if type(parameter) is self._parameter:
                 parameter.__class__ = Parameter
         self._plain_results()
+        if self._states is not None:
+            self._states.make_plain()
 
     def make_plain_later(self, tensor: Tensor) -> None:
         """`tensor` has a class of ours, until nobody listens."""
