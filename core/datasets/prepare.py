@@ -1,12 +1,12 @@
 """`python -m core.datasets.prepare --input DIR_OR_FILE... --output PREFIX`: text files to a token file, on all cores.
 
-Reads .txt .md .rst .py (a document per file), .jsonl (a document per line), all of them also as .gz and .zst,
-.parquet, directories that datasets.save_to_disk wrote, data sets of the Hugging Face Hub by name
-(hf://datasets/ORG/NAME[@REVISION][/FILES]) and whatever --glob names. JSON lines of {"messages"} or
+Reads .txt .md .rst .py (a document per file), .jsonl (a document per line), .json (an array of such rows, or lines),
+all of them also as .gz and .zst, .parquet, directories that datasets.save_to_disk wrote, data sets of the Hugging
+Face Hub by name (hf://datasets/ORG/NAME[@REVISION][/FILES]) and whatever --glob names. JSON lines of {"messages"} or
 {"prompt", "response"} become conversations, of which only the answers are learned, those of {"prompt", "chosen",
-"rejected"} pairs of them, for training.objective=dpo. What is no UTF-8 text is skipped
-and counted. Files are read in the order of a hash of their relative path, so that any part of the result is a random
-part of the text, the same on every machine.
+"rejected"} pairs of them, for training.objective=dpo. What is no UTF-8 text is skipped and counted. Files are read in
+the order of a hash of their relative path, so that any part of the result is a random part of the text, the same on
+every machine.
 
 Exit code 0: written; 1: an error; 2: wrong arguments; 130, 143: interrupted, nothing was written.
 """

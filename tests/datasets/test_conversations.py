@@ -1,5 +1,6 @@
 """Chats and prompts as token files of which the answers are marked, and as rows that keep them apart."""
 
+import json
 import shutil
 from itertools import pairwise
 
@@ -241,3 +242,23 @@ def test_the_next_command_names_the_folder_of_the_tokenizer(tmp_path, chat_folde
         assert said in capsys.readouterr().err
     assert written(tmp_path, [{"messages": TALK}], "--tokenizer", str(chat_folder)) is None
     assert f"is a folder; give --tokenizer {chat_folder / 'tokenizer.json'}" in capsys.readouterr().err
+
+
+ROWS = {
+    "messages": [{"messages": TALK}] * 2,
+    "prompt": [{"prompt": "1 + 1 =", "response": " 2"}],
+    "text": [{"text": "a"}, {"text": "b"}],
+    "preferences": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_an_array_of_rows_is_prepared_as_lines_of_them_are(tmp_path, chat_folder, rows):
+    array = tmp_path / "in/rows.json"
+    array.parent.mkdir()
+    array.write_text(json.dumps(rows, indent=1))
+    options = ["--tokenizer", str(chat_folder / "tokenizer.json"), "--output"]
+    for source, name in ((lines(tmp_path / "rows.jsonl", rows), "lines"), (array, "array"), (array.parent, "folder")):
+        assert prepare(["--input", str(source), *options, str(tmp_path / name)]) == 0
+    expected = (tmp_path / "lines.bin").read_bytes()
+    assert (tmp_path / "array.bin").read_bytes() == (tmp_path / "folder.bin").read_bytes() == expected

@@ -3,7 +3,6 @@
 A chat is what its tokenizer's chat template makes of it, by transformers; prompt and answer are joined as they are.
 """
 
-import gzip
 import json
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ import numpy as np
 
 from core.datasets.card import card_path, read_card, tokenizer_path
 from core.datasets.corpus.build import CorpusFiles, TextFiles, checked_prefix, skipped_text
+from core.datasets.corpus.opening import numbered_rows
 from core.datasets.corpus.sources import TextSource
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
@@ -116,16 +116,12 @@ def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> boo
 
 
 def first_row(path: Path) -> Any:
-    """The first JSON line of a file; None where there is none."""
+    """The first row of a file; None where there is none."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    return json.loads(line)
+        return json.loads(next(numbered_rows(path), (0, b"null"))[1])
     except (OSError, ValueError, RecursionError):
         # told when all of it is read
-        pass
-    return None
+        return None
 
 
 def _is_conversation(row: Any) -> bool:
