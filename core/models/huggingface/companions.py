@@ -9,6 +9,7 @@ from typing import Any
 
 from core.datasets.tokenizers.any_tokenizer import load_tokenizer
 from core.models.huggingface.family.family import Fields
+from core.models.huggingface.family.rope import rope_kind
 
 # of a folder: what a tokenizer, a chat or generate() needs
 _CARRIED_OVER = (
@@ -21,15 +22,32 @@ _CARRIED_OVER = (
 )
 
 
-def copy_companions(source: Path, folder: Path, dtype: str) -> None:
-    """The configuration of `source` with the dtype that was written, and what lies beside it."""
+def copy_companions(source: Path, folder: Path, dtype: str, length: int | None = None) -> None:
+    """The configuration of `source` with the dtype that was written, and what lies beside it.
+
+    length: of the sequences that the model was trained with, which is said where it is more than the source's.
+    """
     config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))
     config["dtype" if "dtype" in config else "torch_dtype"] = dtype
+    if length is not None:
+        _lengthen(config, length)
     _write_json(folder / "config.json", config)
     for pattern in _CARRIED_OVER:
         for path in sorted(source.glob(pattern)):
             if path.is_file() and not (folder / path.name).exists():
                 shutil.copyfile(path, folder / path.name)
+
+
+def _lengthen(config: dict[str, Any], length: int) -> None:
+    """Say `length` positions where fewer are said; what angles follow from stays."""
+    said = config.get("max_position_embeddings")
+    if not isinstance(said, int) or said >= length:
+        return
+    config["max_position_embeddings"] = length
+    for rope in (config.get("rope_parameters"), config.get("rope_scaling")):
+        # these scale from the model's positions where no others are said
+        if isinstance(rope, dict) and rope_kind(rope) in ("llama3", "yarn"):
+            rope.setdefault("original_max_position_embeddings", said)
 
 
 def write_companions(

@@ -63,10 +63,11 @@ def form_of_source(
             f"{origin} is not the model that {source} describes: {', '.join(different)}; give the folder that it "
             "began as, or leave the source out: the model itself says what it is"
         )
+    length = None if described_as is None else described_as["max_sequence_length"]
     return FolderForm(
         model,
         family,
-        lambda folder, dtype: copy_companions(source, folder, dtype),
+        lambda folder, dtype: copy_companions(source, folder, dtype, length),
         "the source's configuration",
     )
 
