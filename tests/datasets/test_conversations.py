@@ -59,8 +59,11 @@ def test_a_prompt_and_its_response_are_joined_and_the_end_is_learned(tmp_path):
 BAD = {
     "no roles": ({"messages": [{"content": "a"}]}, "1 chats whose messages lack a role or a content"),
     "no answer": ({"messages": TALK[:2]}, "1 chats without an answer of the assistant"),
-    "empty": ({"messages": []}, '1 rows without "messages" or a "prompt" with its "response"'),
-    "number": ({"prompt": 1, "response": "b"}, '1 rows without "messages" or a "prompt" with its "response"'),
+    "empty": ({"messages": []}, '1 rows without "messages", "conversations" or a "prompt" with its "response"'),
+    "number": (
+        {"prompt": 1, "response": "b"},
+        '1 rows without "messages", "conversations" or a "prompt" with its "response"',
+    ),
 }
 
 
@@ -262,3 +265,27 @@ def test_an_array_of_rows_is_prepared_as_lines_of_them_are(tmp_path, chat_folder
         assert prepare(["--input", str(source), *options, str(tmp_path / name)]) == 0
     expected = (tmp_path / "lines.bin").read_bytes()
     assert (tmp_path / "array.bin").read_bytes() == (tmp_path / "folder.bin").read_bytes() == expected
+
+
+def test_chats_in_sharegpts_form_are_those_of_messages(tmp_path, chat_folder):
+    names = {"user": "human", "assistant": "gpt"}
+    theirs = [{"from": names.get(m["role"], m["role"]), "value": m["content"]} for m in TALK]
+    told = {"conversations": theirs[1:], "system": TALK[0]["content"]}
+    rows = [{"messages": TALK}, {"conversations": theirs}, told, {"conversations": TALK}]
+    rows += [{"conversations": "no"}, {"conversations": [{"from": "human"}]}]
+    file = written(tmp_path, rows, "--tokenizer", str(chat_folder / "tokenizer.json"))
+    first, *others = (file.document(i).tolist() for i in range(4))
+    assert others == [first] * 3
+    assert file.card.skipped == {
+        "chats whose messages lack a role or a content": 1,
+        'rows without "messages", "conversations" or a "prompt" with its "response"': 1,
+    }
+    answers = file.answers(0, file.num_tokens).reshape(4, -1)
+    assert answers.any() and (answers == answers[0]).all()
+
+
+def test_rows_of_no_known_form_are_answered_with_their_keys(tmp_path, capsys):
+    assert written(tmp_path, [{"instruction": "a", "input": "", "output": "b"}]) is None
+    told = capsys.readouterr().err
+    assert "1 rows without a text 'text'; the rows of " in told
+    assert "rows.jsonl have 'instruction', 'input', 'output', wanted is {\"messages\": [...]}, {\"prompt\"" in told

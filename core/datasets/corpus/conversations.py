@@ -15,19 +15,24 @@ import numpy as np
 
 from core.datasets.card import card_path, read_card, tokenizer_path
 from core.datasets.corpus.build import CorpusFiles, TextFiles, checked_prefix, skipped_text
-from core.datasets.corpus.opening import numbered_rows
+from core.datasets.corpus.opening import first_row
 from core.datasets.corpus.sources import TextSource
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 
 ANSWERS = ("response", "completion")  # what stands beside "prompt"
-_NEITHER = 'rows without "messages" or a "prompt" with its "response"'
+_NEITHER = 'rows without "messages", "conversations" or a "prompt" with its "response"'
 _NO_ROLES = "chats whose messages lack a role or a content"
 _NO_ANSWER = "chats without an answer of the assistant"
 _REWRITTEN = "chats of which the chat template rewrites earlier turns"
 # where a template may stand
 _FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+
+
+# ShareGPT's chats: messages of "from" and "value"
+_CHATS = "conversations"
+_THEIR_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class Conversation(NamedTuple):
@@ -115,19 +120,28 @@ def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> boo
     return bool(chats)
 
 
-def first_row(path: Path) -> Any:
-    """The first row of a file; None where there is none."""
-    try:
-        return json.loads(next(numbered_rows(path), (0, b"null"))[1])
-    except (OSError, ValueError, RecursionError):
-        # told when all of it is read
-        return None
-
-
 def _is_conversation(row: Any) -> bool:
     return isinstance(row, dict) and (
-        "messages" in row or ("prompt" in row and any(key in row for key in ANSWERS))
+        "messages" in row
+        or _CHATS in row
+        or ("prompt" in row and any(key in row for key in ANSWERS))
     )
+
+
+def _of_sharegpt(row: dict[str, Any]) -> Any:
+    """The messages of a row in ShareGPT's form; `system` beside them is the first of them."""
+    messages = row[_CHATS]
+    if not isinstance(messages, list):
+        return messages
+    ours = []
+    if row.get("system"):
+        ours.append({"role": "system", "content": row["system"]})
+    for message in messages:
+        if isinstance(message, dict) and "from" in message and "value" in message:
+            role = message["from"]
+            message = {"role": _THEIR_ROLES.get(role, role), "content": message["value"]}
+        ours.append(message)
+    return ours
 
 
 class ConversationEncoder:
@@ -148,6 +162,8 @@ class ConversationEncoder:
         """Ends with the end of text; the end of a prompt's answer is learned. Raises `UnusableRowError`."""
         if isinstance(row, dict) and "messages" in row:
             return self.encode_chat(row["messages"], row.get("tools"))
+        if isinstance(row, dict) and _CHATS in row:
+            return self.encode_chat(_of_sharegpt(row), row.get("tools"))
         prompt = row.get("prompt") if isinstance(row, dict) else None
         answer = None
         if prompt is not None:

@@ -127,6 +127,15 @@ def numbered_rows(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, line
 
 
+def first_row(path: Path) -> Any:
+    """The first row of a file; None where there is none."""
+    try:
+        return json.loads(next(numbered_rows(path), (0, b"null"))[1])
+    except (OSError, ValueError, RecursionError):
+        # told when all of it is read
+        return None
+
+
 def _beginning(content: BinaryIO) -> bytes:
     """Its first bytes that are no white space; it stays at its beginning."""
     return content.peek(_PEEKED)[:_PEEKED].removeprefix(codecs.BOM_UTF8).lstrip()  # type: ignore[attr-defined]

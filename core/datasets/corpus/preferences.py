@@ -17,9 +17,8 @@ from core.datasets.corpus.conversations import (
     Conversation,
     ConversationEncoder,
     UnusableRowError,
-    first_row,
 )
-from core.datasets.corpus.opening import numbered_rows
+from core.datasets.corpus.opening import first_row, numbered_rows
 from core.datasets.corpus.sources import TextSource
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
