@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from core.datasets.answer_ends import answer_ends
 from core.datasets.corpus.build import (
     DOCUMENTS,
     LEARNED_BYTES,
@@ -30,6 +31,7 @@ from core.datasets.corpus.build import (
     prepare_files,
     skipped_text,
 )
+from core.datasets.corpus.cached import tokenizer_beside
 from core.datasets.corpus.conversations import are_conversations, prepare_conversations
 from core.datasets.corpus.documents import Encoder
 from core.datasets.corpus.hub import hub_files, is_hub_name
@@ -216,7 +218,9 @@ def report(corpus: CorpusFiles, tokenizer_file: str | None, end_of_text: str | N
     if card.end_of_text is not None:
         # a token that was named is nobody else's choice
         beside = tokenizer_file if end_of_text is None else None
-        told = ends_told(tokenizer_of(file), beside, answers=file.marks_answers) + "\n"
+        tokenizer = tokenizer_of(file)
+        ends = answer_ends(file, tokenizer, tokenizer_beside(corpus.prefix))
+        told = ends_told(tokenizer, beside, answers=file.marks_answers, ends=ends) + "\n"
     options = f"--data.train {corpus.prefix}"
     if tokenizer_file is not None and (Path(tokenizer_file).parent / "config.json").is_file():
         options += f" --model.huggingface {Path(tokenizer_file).parent}"

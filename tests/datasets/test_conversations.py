@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from core.datasets import ByteTokenizer, ConversationBatches, GPTBatches, TokenFile, load_tokenizer, split_documents
+from core.datasets.answer_ends import answer_ends
 from core.datasets.packing import IGNORED_LABEL
 from core.datasets.prepare import main as prepare
 from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
 from core.training import ModelConfig
 from core.training.model.begin import build_stages
-from tests.datasets.chats import TALK, lines
+from tests.datasets.chats import CHATML, TALK, lines
 
 
 def written(tmp_path, rows, *options):
@@ -289,3 +290,26 @@ def test_rows_of_no_known_form_are_answered_with_their_keys(tmp_path, capsys):
     told = capsys.readouterr().err
     assert "1 rows without a text 'text'; the rows of " in told
     assert "rows.jsonl have 'instruction', 'input', 'output', wanted is {\"messages\": [...]}, {\"prompt\"" in told
+
+
+@pytest.mark.parametrize("case", ["chats", "both", "no token", "text"])
+def test_the_tokens_that_end_answers_are_found_and_told(tmp_path, chat_folder, capsys, case):
+    """Where eos_token is another: of the template, of prompts, none."""
+    folder = tmp_path / "model"
+    shutil.copytree(chat_folder, folder)
+    template = CHATML.replace("<|im_end|>", "") if case == "no token" else CHATML
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"eos_token": "<|endoftext|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    rows = {"both": [{"messages": TALK}, {"prompt": "a", "response": "b"}], "text": [{"text": "a"}]}
+    name = str(folder / "tokenizer.json")
+    file = written(tmp_path, rows.get(case, [{"messages": TALK}] * 3), "--tokenizer", name)
+    expected = {"chats": [2], "both": [0, 2]}.get(case, [])
+    assert answer_ends(file, load_tokenizer(name), name) == expected
+    if case == "chats":
+        later = split_documents(file, "1,2,0")[1]
+        assert answer_ends(later, load_tokenizer(name), name) == expected
+    said = "answers end with" in (told := capsys.readouterr().out)
+    assert said == bool(expected)
+    named = {"chats": "<|im_end|> (token 2)", "both": "<|endoftext|> (token 0) or <|im_end|> (token 2)"}
+    assert not said or f"answers end with {named[case]}, where generate stops as well; documents end with" in told

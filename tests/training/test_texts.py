@@ -15,6 +15,7 @@ from core.parallel_state import ParallelState
 from core.training import RunConfig, initialize
 from core.training.config.texts import with_token_files
 from core.training.evaluate import main as evaluate
+from core.training.generate import main as generate
 from core.training.run.data import open_corpus
 from core.training.run.summary import note_on_padding
 from tests.datasets.chats import CHATML, TALK, lines
@@ -229,3 +230,18 @@ def test_padding_that_only_ends_chats_is_not_told(tmp_path, chat_folder):
     for token, told in ((0, False), (2, True)):
         (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": token}))
         assert bool(note_on_padding(str(tmp_path), corpus)) == told
+
+
+def test_generate_stops_where_answers_of_the_run_end(tmp_path, chat_folder, monkeypatch):
+    """`<|im_end|>` of the template, beside `<|endoftext|>`, which ends documents."""
+    rows = lines(tmp_path / "chats.jsonl", [{"messages": TALK}] * 40)
+    fields = {"data__tokenizer": str(chat_folder / "tokenizer.json"), "data__split": "1,0,0"}
+    fields |= {"checkpoint__directory": str(tmp_path / "kept"), "training__train_steps": 1}
+    trained(run_of(tmp_path, rows, **fields))
+    stops = []
+    monkeypatch.setattr(
+        "core.training.generate.generate_batch", lambda model, tokens, stop, **_: stops.append(stop) or tokens
+    )
+    assert generate([str(tmp_path / "kept"), "--prompt", "Two?"]) == 0
+    assert generate([str(tmp_path / "kept"), "--prompt", "Two?", "--end-of-text", "<|endoftext|>"]) == 0
+    assert stops == [[0, 2], [0]]

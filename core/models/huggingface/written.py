@@ -45,11 +45,14 @@ class FolderForm:
 
 
 def form_of_source(
-    source: str | Path, described_as: Mapping[str, Any] | None, origin: str
+    source: str | Path,
+    described_as: Mapping[str, Any] | None,
+    origin: str,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> FolderForm:
     """As the folder that the model began as.
 
-    described_as: what `origin` (for messages) says of its model, if it does.
+    described_as: what `origin` (for messages) says of its model, if it does. tokenizer: as of `form_of_run`.
     Raises ValueError: that is another model than the folder's.
     """
     source = Path(source).expanduser()
@@ -67,7 +70,7 @@ def form_of_source(
     return FolderForm(
         model,
         family,
-        lambda folder, dtype: copy_companions(source, folder, dtype, length),
+        lambda folder, dtype: copy_companions(source, folder, dtype, length, tokenizer),
         "the source's configuration",
     )
 
