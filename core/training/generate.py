@@ -144,6 +144,10 @@ def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bo
             f"{options.model} holds {len(steps)} checkpoints; give one, {Path(options.model, steps[-1])}"
         )
     from_folder = not is_checkpoint or options.source is not None
+    if from_folder and not source.is_dir():
+        raise ValueError(
+            f"{source} is no folder; give a Hugging Face folder, a run's output or a checkpoint that is there"
+        )
     if from_folder and options.tokenizer is None and not (source / "tokenizer.json").is_file():
         told = adapters_alone(source)
         raise ValueError(told or without_tokenizer(source, "--tokenizer FILE"))
