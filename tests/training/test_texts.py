@@ -218,7 +218,7 @@ def test_chats_are_prepared_anew_where_their_template_or_an_end_has_changed(tmp_
     assert len({first, second, third, prefix()}) == 4
     (folder / "chat_template.jinja").unlink()
     configured(chat_template=None)
-    with pytest.raises(ValueError, match="has no chat template"):
+    with pytest.raises(ValueError, match=r"has no chat template; put the model's chat_template.jinja beside it"):
         prefix()
 
 

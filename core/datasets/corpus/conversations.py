@@ -67,7 +67,8 @@ class ChatTemplate:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.chat_template is None:
             raise ValueError(
-                f"the tokenizer of {folder} has no chat template; give rows of prompt and response"
+                f"the tokenizer of {folder} has no chat template; put the model's chat_template.jinja beside it, "
+                "or give rows of prompt and response"
             )
 
     def encode(
