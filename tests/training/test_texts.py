@@ -19,6 +19,7 @@ from core.training.generate import main as generate
 from core.training.run.data import open_corpus
 from core.training.run.summary import note_on_padding
 from tests.datasets.chats import CHATML, TALK, lines
+from tests.models.test_huggingface_families import saved
 
 SIZES = {"model.num_layers": 1, "model.hidden_size": 32, "model.num_attention_heads": 4, "data.sequence_length": 32}
 RUN = SIZES | {"training.train_steps": 12, "training.global_batch_size": 4, "device": "cpu", "optimizer.lr": 1e-2}
@@ -245,3 +246,9 @@ def test_generate_stops_where_answers_of_the_run_end(tmp_path, chat_folder, monk
     assert generate([str(tmp_path / "kept"), "--prompt", "Two?"]) == 0
     assert generate([str(tmp_path / "kept"), "--prompt", "Two?", "--end-of-text", "<|endoftext|>"]) == 0
     assert stops == [[0, 2], [0]]
+
+
+def test_an_evaluation_of_a_folder_without_a_text_names_its_flag(tmp_path):
+    _, folder = saved(tmp_path, "llama")
+    with pytest.raises(ValueError, match=r"is a model without a text: 0 texts to evaluate; give --data PREFIX"):
+        evaluate([str(folder)])
