@@ -1,12 +1,12 @@
 """`python -m core.datasets.prepare --input DIR_OR_FILE... --output PREFIX`: text files to a token file, on all cores.
 
-Reads .txt .md .rst .py (a document per file), .jsonl (a document per line), all of them also as .gz and .zst,
-.parquet, directories that datasets.save_to_disk wrote, data sets of the Hugging Face Hub by name
-(hf://datasets/ORG/NAME[@REVISION][/FILES]) and whatever --glob names. JSON lines of {"messages"} or
+Reads .txt .md .rst .py (a document per file), .jsonl (a document per line), .json (an array of such rows, or lines),
+all of them also as .gz and .zst, .parquet, directories that datasets.save_to_disk wrote, data sets of the Hugging
+Face Hub by name (hf://datasets/ORG/NAME[@REVISION][/FILES]) and whatever --glob names. JSON lines of {"messages"} or
 {"prompt", "response"} become conversations, of which only the answers are learned, those of {"prompt", "chosen",
-"rejected"} pairs of them, for training.objective=dpo. What is no UTF-8 text is skipped
-and counted. Files are read in the order of a hash of their relative path, so that any part of the result is a random
-part of the text, the same on every machine.
+"rejected"} pairs of them, for training.objective=dpo. What is no UTF-8 text is skipped and counted. Files are read in
+the order of a hash of their relative path, so that any part of the result is a random part of the text, the same on
+every machine.
 
 Exit code 0: written; 1: an error; 2: wrong arguments; 130, 143: interrupted, nothing was written.
 """
@@ -21,6 +21,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from core.datasets.answer_ends import answer_ends
 from core.datasets.corpus.build import (
     DOCUMENTS,
     LEARNED_BYTES,
@@ -30,6 +31,7 @@ from core.datasets.corpus.build import (
     prepare_files,
     skipped_text,
 )
+from core.datasets.corpus.cached import tokenizer_beside
 from core.datasets.corpus.conversations import are_conversations, prepare_conversations
 from core.datasets.corpus.documents import Encoder
 from core.datasets.corpus.hub import hub_files, is_hub_name
@@ -216,7 +218,9 @@ def report(corpus: CorpusFiles, tokenizer_file: str | None, end_of_text: str | N
     if card.end_of_text is not None:
         # a token that was named is nobody else's choice
         beside = tokenizer_file if end_of_text is None else None
-        told = ends_told(tokenizer_of(file), beside, answers=file.marks_answers) + "\n"
+        tokenizer = tokenizer_of(file)
+        ends = answer_ends(file, tokenizer, tokenizer_beside(corpus.prefix))
+        told = ends_told(tokenizer, beside, answers=file.marks_answers, ends=ends) + "\n"
     options = f"--data.train {corpus.prefix}"
     if tokenizer_file is not None and (Path(tokenizer_file).parent / "config.json").is_file():
         options += f" --model.huggingface {Path(tokenizer_file).parent}"

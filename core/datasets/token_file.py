@@ -61,6 +61,12 @@ class TokenFile:
                 remedy = f"make it with `python -m core.datasets.prepare --output {prefix}`"
                 if self.prefix.endswith((".bin", ".idx")) and Path(prefix).is_file():
                     remedy = f"give {self.prefix[:-4]}, what their names begin with"
+                elif Path(prefix).suffix and not any(map(Path.exists, file_paths(prefix))):
+                    # the name of a text, which nobody prepares under its own name
+                    raise FileNotFoundError(
+                        f"{prefix} does not exist, and no prefix of prepared files, {path}, either; name one that "
+                        "is there"
+                    )
                 raise FileNotFoundError(
                     f"{path} does not exist: a token file is a .bin and an .idx; {remedy}"
                 )

@@ -77,6 +77,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "at least 0"
         )
     trained = find_trained(options.model, options.source, described="--config" in flags)
+    if not (
+        options.data or trained.is_checkpoint or any(flag.startswith("--data.") for flag in flags)
+    ):
+        raise ValueError(
+            f"{options.model} is a model without a text: 0 texts to evaluate; give --data PREFIX"
+        )
     names, given = _texts_and_settings(options.data, trained)
     loaded = load_run(flags, defaults={**trained.settings, **given})
     run = checked(

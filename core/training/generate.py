@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
 from core.datasets.tokenizers.folder import stop_tokens, without_tokenizer
@@ -120,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _stop(options: argparse.Namespace, folder: Path | None, tokenizer: AnyTokenizer) -> list[int]:
     """The tokens that end a text: the one that was named, or those at which transformers stops with this folder.
 
-    folder: None of a run, which stops at what ended its documents as well. Of folders that name none, the
+    folder: None of a run, which stops at what ended its documents and answers as well. Of folders that name none, the
     tokenizer's end of text.
     """
     end = [tokenizer.end_of_text]
@@ -128,8 +129,11 @@ def _stop(options: argparse.Namespace, folder: Path | None, tokenizer: AnyTokeni
         return end
     if folder is not None:
         return stop_tokens(folder) or end
-    began, _ = origin(open_stored(options.model).run)
-    return sorted({*end, *(stop_tokens(began) if began is not None else [])})
+    run = open_stored(options.model).run
+    began, _ = origin(run)
+    said: Any = run.get("tokenizer") or {}
+    turns = said.get("answer_ends", [])
+    return sorted({*end, *turns, *(stop_tokens(began) if began is not None else [])})
 
 
 def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bool) -> None:
@@ -140,6 +144,10 @@ def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bo
             f"{options.model} holds {len(steps)} checkpoints; give one, {Path(options.model, steps[-1])}"
         )
     from_folder = not is_checkpoint or options.source is not None
+    if from_folder and not source.is_dir():
+        raise ValueError(
+            f"{source} is no folder; give a Hugging Face folder, a run's output or a checkpoint that is there"
+        )
     if from_folder and options.tokenizer is None and not (source / "tokenizer.json").is_file():
         told = adapters_alone(source)
         raise ValueError(told or without_tokenizer(source, "--tokenizer FILE"))

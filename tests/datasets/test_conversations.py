@@ -1,5 +1,6 @@
 """Chats and prompts as token files of which the answers are marked, and as rows that keep them apart."""
 
+import json
 import shutil
 from itertools import pairwise
 
@@ -8,12 +9,13 @@ import pytest
 import torch
 
 from core.datasets import ByteTokenizer, ConversationBatches, GPTBatches, TokenFile, load_tokenizer, split_documents
+from core.datasets.answer_ends import answer_ends
 from core.datasets.packing import IGNORED_LABEL
 from core.datasets.prepare import main as prepare
 from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
 from core.training import ModelConfig
 from core.training.model.begin import build_stages
-from tests.datasets.chats import TALK, lines
+from tests.datasets.chats import CHATML, TALK, lines
 
 
 def written(tmp_path, rows, *options):
@@ -58,8 +60,11 @@ def test_a_prompt_and_its_response_are_joined_and_the_end_is_learned(tmp_path):
 BAD = {
     "no roles": ({"messages": [{"content": "a"}]}, "1 chats whose messages lack a role or a content"),
     "no answer": ({"messages": TALK[:2]}, "1 chats without an answer of the assistant"),
-    "empty": ({"messages": []}, '1 rows without "messages" or a "prompt" with its "response"'),
-    "number": ({"prompt": 1, "response": "b"}, '1 rows without "messages" or a "prompt" with its "response"'),
+    "empty": ({"messages": []}, '1 rows without "messages", "conversations" or a "prompt" with its "response"'),
+    "number": (
+        {"prompt": 1, "response": "b"},
+        '1 rows without "messages", "conversations" or a "prompt" with its "response"',
+    ),
 }
 
 
@@ -241,3 +246,70 @@ def test_the_next_command_names_the_folder_of_the_tokenizer(tmp_path, chat_folde
         assert said in capsys.readouterr().err
     assert written(tmp_path, [{"messages": TALK}], "--tokenizer", str(chat_folder)) is None
     assert f"is a folder; give --tokenizer {chat_folder / 'tokenizer.json'}" in capsys.readouterr().err
+
+
+ROWS = {
+    "messages": [{"messages": TALK}] * 2,
+    "prompt": [{"prompt": "1 + 1 =", "response": " 2"}],
+    "text": [{"text": "a"}, {"text": "b"}],
+    "preferences": [{"prompt": "a", "chosen": "b", "rejected": "c"}],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_an_array_of_rows_is_prepared_as_lines_of_them_are(tmp_path, chat_folder, rows):
+    array = tmp_path / "in/rows.json"
+    array.parent.mkdir()
+    array.write_text(json.dumps(rows, indent=1))
+    options = ["--tokenizer", str(chat_folder / "tokenizer.json"), "--output"]
+    for source, name in ((lines(tmp_path / "rows.jsonl", rows), "lines"), (array, "array"), (array.parent, "folder")):
+        assert prepare(["--input", str(source), *options, str(tmp_path / name)]) == 0
+    expected = (tmp_path / "lines.bin").read_bytes()
+    assert (tmp_path / "array.bin").read_bytes() == (tmp_path / "folder.bin").read_bytes() == expected
+
+
+def test_chats_in_sharegpts_form_are_those_of_messages(tmp_path, chat_folder):
+    names = {"user": "human", "assistant": "gpt"}
+    theirs = [{"from": names.get(m["role"], m["role"]), "value": m["content"]} for m in TALK]
+    told = {"conversations": theirs[1:], "system": TALK[0]["content"]}
+    rows = [{"messages": TALK}, {"conversations": theirs}, told, {"conversations": TALK}]
+    rows += [{"conversations": "no"}, {"conversations": [{"from": "human"}]}]
+    file = written(tmp_path, rows, "--tokenizer", str(chat_folder / "tokenizer.json"))
+    first, *others = (file.document(i).tolist() for i in range(4))
+    assert others == [first] * 3
+    assert file.card.skipped == {
+        "chats whose messages lack a role or a content": 1,
+        'rows without "messages", "conversations" or a "prompt" with its "response"': 1,
+    }
+    answers = file.answers(0, file.num_tokens).reshape(4, -1)
+    assert answers.any() and (answers == answers[0]).all()
+
+
+def test_rows_of_no_known_form_are_answered_with_their_keys(tmp_path, capsys):
+    assert written(tmp_path, [{"instruction": "a", "input": "", "output": "b"}]) is None
+    told = capsys.readouterr().err
+    assert "1 rows without a text 'text'; the rows of " in told
+    assert "rows.jsonl have 'instruction', 'input', 'output', wanted is {\"messages\": [...]}, {\"prompt\"" in told
+
+
+@pytest.mark.parametrize("case", ["chats", "both", "no token", "text"])
+def test_the_tokens_that_end_answers_are_found_and_told(tmp_path, chat_folder, capsys, case):
+    """Where eos_token is another: of the template, of prompts, none."""
+    folder = tmp_path / "model"
+    shutil.copytree(chat_folder, folder)
+    template = CHATML.replace("<|im_end|>", "") if case == "no token" else CHATML
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"eos_token": "<|endoftext|>", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    rows = {"both": [{"messages": TALK}, {"prompt": "a", "response": "b"}], "text": [{"text": "a"}]}
+    name = str(folder / "tokenizer.json")
+    file = written(tmp_path, rows.get(case, [{"messages": TALK}] * 3), "--tokenizer", name)
+    expected = {"chats": [2], "both": [0, 2]}.get(case, [])
+    assert answer_ends(file, load_tokenizer(name), name) == expected
+    if case == "chats":
+        later = split_documents(file, "1,2,0")[1]
+        assert answer_ends(later, load_tokenizer(name), name) == expected
+    said = "answers end with" in (told := capsys.readouterr().out)
+    assert said == bool(expected)
+    named = {"chats": "<|im_end|> (token 2)", "both": "<|endoftext|> (token 0) or <|im_end|> (token 2)"}
+    assert not said or f"answers end with {named[case]}, where generate stops as well; documents end with" in told

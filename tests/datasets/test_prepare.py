@@ -175,7 +175,7 @@ def test_megatrons_arguments_are_answered_at_once(text, tmp_path, capsys):
 
 
 def test_the_output_never_replaces_the_input(tmp_path, capsys):
-    (tmp_path / "a.json").write_text('{"text": "precious"}')
+    (tmp_path / "a.json").write_text('[{"text": "precious"}]')
     assert run("--input", tmp_path / "a.json", "--output", tmp_path / "a") == 1
     assert "a.json exists and is no card" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]

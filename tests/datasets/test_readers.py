@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.datasets.corpus import documents as documents_module
-from core.datasets.corpus import readers
+from core.datasets.corpus import opening, readers
 from core.datasets.corpus.documents import Encoder, TextChunk, cuts
 from core.datasets.corpus.readers import read_chunks
 from core.datasets.corpus.sources import find_sources
@@ -203,6 +203,26 @@ def test_a_damaged_archive_is_read_up_to_the_damage(tmp_path, small_pieces):
     (tmp_path / "a.jsonl.gz").unlink()
     (tmp_path / "a.txt.zst").write_bytes(zstandard.ZstdCompressor().compress(text + b"\n") + b"garbage")
     assert read(tmp_path, documents="line") == (lines, damaged)
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, zstandard.ZstdCompressor().compress])
+def test_an_array_of_rows_is_its_rows(tmp_path, small_pieces, pack):
+    path = tmp_path / f"a.json{ {bytes: '', gzip.compress: '.gz'}.get(pack, '.zst') }"
+    rows = [{"text": "one \u2028 é"}, {"body": "x"}, 7, {"text": "\ud800"}, {"text": "two\nlines"}]
+    path.write_bytes(pack(codecs.BOM_UTF8 + json.dumps(rows, indent=1).encode()))
+    skipped = {"rows without a text 'text'": 2, "undecodable documents": 1}
+    assert read(tmp_path) == read(path) == (["one \u2028 é".encode(), b"two\nlines"], skipped)
+    path.write_bytes(pack(b"".join(json.dumps(row).encode() + b"\n" for row in rows)))
+    assert read(path)[0] == ["one \u2028 é".encode(), b"two\nlines"]
+
+
+def test_an_array_that_is_no_json_or_too_large_is_told(tmp_path, monkeypatch):
+    (tmp_path / "a.json").write_text('[{"text": "a"}')
+    with pytest.raises(ValueError, match=r"a.json is no JSON: Expecting ',' .* line 1"):
+        read(tmp_path)
+    monkeypatch.setattr(opening, "LARGEST_ARRAY", 13)
+    with pytest.raises(ValueError, match=r"is one JSON array of more than .* write JSON lines"):
+        read(tmp_path)
 
 
 GPT_4 = r"(?i:'s|'t)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -60,3 +60,19 @@ def test_a_pipe_is_not_waited_for(tree):
     assert names(tree) == (["a.txt", "sub/b.txt"], skipped)
     with pytest.raises(ValueError, match=r"0 files to read, .* 1 pipes, sockets and devices; name"):
         find_sources([tree / "pipe"])
+
+
+def test_of_json_only_rows_are_read(tree):
+    (tree / "array.json").write_text('\n[\n {"text": "a"}]')
+    (tree / "lines.json").write_text('{"text": "a"}\n{"text": "b"}\n')
+    others = {"one": '{"text": "a"}\n', "settings": '{\n "a": 1}', "numbers": "[1, 2]", "none": "[]", "text": "text"}
+    for name, content in others.items():
+        (tree / f"{name}.json").write_text(content)
+    os.mkfifo(tree / "pipe.json")
+    found = {source.name: source.kind for source in find_sources([tree])[0]}
+    assert found == {"a.txt": "text", "sub/b.txt": "text", "array.json": "jsonl", "lines.json": "jsonl"}
+    for name in others:
+        with pytest.raises(ValueError, match=f"{name}.json is neither an array of rows .* write one of them"):
+            find_sources([tree / f"{name}.json"])
+    named = {source.name: source.kind for source in find_sources([tree], ["numbers.*"])[0]}
+    assert named == found | {"numbers.json": "text"}, "a pattern names text"

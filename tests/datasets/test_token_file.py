@@ -149,6 +149,8 @@ def test_missing_half_is_named(tmp_path):
     (tmp_path / "a.bin").unlink()
     with pytest.raises(FileNotFoundError, match=rf"a\.idx\.bin does not exist: .*; give {tmp_path}/a, what"):
         TokenFile(tmp_path / "a.idx")
+    with pytest.raises(FileNotFoundError, match=r"/no\.jsonl does not exist, and no prefix .*no\.jsonl\.bin, either"):
+        TokenFile(tmp_path / "no.jsonl")
     with pytest.raises(FileNotFoundError, match=r"a\.bin does not exist: .*; make it with"):
         TokenFile(tmp_path / "a")
 

@@ -12,7 +12,8 @@ from core.dist_checkpointing import load, save
 from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from core.models.gpt import GPTModel
-from core.models.huggingface import from_huggingface, load_huggingface
+from core.models.gpt.description import description
+from core.models.huggingface import from_huggingface, load_huggingface, save_huggingface
 from core.models.huggingface.__main__ import main
 from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.importing import import_huggingface
@@ -147,7 +148,7 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
         export_huggingface(tmp_path / "ckpt", tmp_path / "out", tmp_path / "other", check=True)
     changed = (tmp_path / "other" / "config.json").read_text()
 
-    def another_configuration(source, temporary, dtype):
+    def another_configuration(source, temporary, dtype, *rest):
         (temporary / "config.json").write_text(changed)
 
     monkeypatch.setattr("core.models.huggingface.written.copy_companions", another_configuration)
@@ -192,3 +193,50 @@ def test_a_tied_model_with_another_head_is_not_imported(tmp_path):
     with pytest.raises(ValueError, match=r"lm_head.weight differs from the embedding"):
         import_huggingface(folder, str(tmp_path / "ckpt"))
     assert not (tmp_path / "ckpt").exists()
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3"])
+def test_an_export_says_the_length_that_was_trained(tmp_path, kind):
+    """Rotations stay those of the source, whose scaling may follow from its positions."""
+    _, folder = saved(tmp_path, kind)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["rope_parameters"].pop("original_max_position_embeddings", None)
+    (folder / "config.json").write_text(json.dumps(fields))
+    source = from_huggingface(folder)
+    said = fields["max_position_embeddings"]
+    for length, expected in ((said - 1, said), (said, said), (said + 9, said + 9)):
+        arguments = source.arguments() | {"max_sequence_length": length}
+        model = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=5)
+        save(
+            {"model": model.sharded_state_dict()},
+            str(path := tmp_path / f"{length}"),
+            run={"model": description(model)},
+        )
+        save_huggingface(model, tmp_path / f"saved{length}", folder)
+        assert export_huggingface(path, tmp_path / f"out{length}", folder, check=True) < 1e-4
+        for out in (f"saved{length}", f"out{length}"):
+            written = from_huggingface(tmp_path / out)
+            assert (written.max_sequence_length, written.config) == (expected, source.config)
+
+
+def test_an_export_stops_at_the_tokens_that_end_a_run_s_answers(tmp_path):
+    _, folder = saved(tmp_path, "llama")
+    model = GPTModel(**from_huggingface(folder).arguments(), parallel=ParallelState.single("cpu"), seed=5)
+    before = {"do_sample": True, "eos_token_id": 3}
+    (folder / "generation_config.json").write_text(json.dumps(before))
+    run = {"model": description(model), "tokenizer": {"path": None, "identity": "x", "end_of_text": 4}}
+
+    def settings(number, source, ends):
+        tokenizer = run["tokenizer"] | ends
+        told, path, out = run | {"tokenizer": tokenizer}, str(tmp_path / f"{number}"), tmp_path / f"out{number}"
+        save({"model": model.sharded_state_dict()}, path, run=told)
+        export_huggingface(path, out, source)
+        save_huggingface(model, tmp_path / f"saved{number}", source, tokenizer=tokenizer)
+        texts = [(at / "generation_config.json").read_text() for at in (out, tmp_path / f"saved{number}")]
+        assert texts[0] == texts[1]
+        return json.loads(texts[0])
+
+    assert settings(0, folder, {}) == settings(1, folder, {"answer_ends": [3]}) == before
+    assert settings(2, folder, {"answer_ends": [3, 5]}) == before | {"eos_token_id": [3, 5]}
+    assert settings(3, None, {"answer_ends": [5]}) == {"eos_token_id": [4, 5]}
+    assert settings(4, None, {"answer_ends": [4]}) == {"eos_token_id": 4}

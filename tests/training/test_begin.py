@@ -20,7 +20,7 @@ from core.training import RunConfig, initialize, load_run
 from core.training.model.begin import begin
 from core.training.run.assembly import assemble
 from core.training.run.data import open_corpus
-from core.training.run.summary import note_on_padding
+from core.training.run.summary import note_on_length, note_on_padding
 from tests.parity.whole import assembled
 from tests.states import state
 from tests.training.tiny import S, prepared
@@ -225,6 +225,14 @@ def test_a_padding_token_that_occurs_in_the_text_is_told(made, tmp_path):
     assert "which occurs in the text: " in told[1]
     rewrite_file(folder / "config.json", pad_token_id=0, model_type="gpt2")
     assert note_on_padding(str(folder), corpus) == ""
+
+
+def test_sequences_longer_than_the_folder_s_model_are_told(made):
+    fields = fields_of(made, "qwen3")
+    positions = RunConfig.from_dict(fields).model.folder_positions
+    runs = [fields | {"data.sequence_length": positions + more} for more in (0, 1)]
+    notes = [note_on_length(RunConfig.from_dict(run)) for run in runs]
+    assert notes[0] == "" and f"sequence_length={positions + 1} is more than the {positions} positions" in notes[1]
 
 
 def test_the_head_of_a_run_tells_what_the_folder_s_model_has(made):

@@ -56,6 +56,11 @@ def test_what_does_not_fit_is_refused(folder, tmp_path):
         main([str(folder), "--prompt", "x", "--temperature", "1", "--top-p", "2"])
     with pytest.raises(ValueError, match=r"draw nothing at temperature 0; give --temperature"):
         main([str(folder), "--prompt", "x", "--top-k", "2"])
+    for more in ([], ["--tokenizer", str(folder / "tokenizer.json")]):
+        with pytest.raises(
+            ValueError, match=r"^no-such-run is no folder; give a Hugging Face folder, a run's output"
+        ):
+            main(["no-such-run", "--prompt", "x", *more])
     import_huggingface(folder, str(tmp_path / "steps" / "ckpt"))
     with pytest.raises(ValueError, match=r"says nothing of its tokenizer; give --tokenizer FILE"):
         main([str(tmp_path / "steps" / "ckpt"), "--prompt", "x"])

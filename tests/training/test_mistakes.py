@@ -276,4 +276,9 @@ def test_what_several_rules_meet_is_one_mistake(tmp_path, capsys):
         checked(load_run(["--model.huggingface", str(tmp_path / "nowhere"), "--data.train", str(tmp_path / "x")]), 1)
     said = capsys.readouterr().err
     assert said.count("is no folder; give the one that save_pretrained or the Hub made") == 1
+    (tmp_path / "x").write_text("text")
+    with pytest.raises(SystemExit):
+        checked(load_run(["--model.huggingface", str(tmp_path / "nowhere"), "--data.train", str(tmp_path / "x")]), 1)
+    said = capsys.readouterr().err
+    assert "is no folder" in said and "tokenizer.json" not in said, "no mistake but that one"
     assert said.count("model.huggingface=") == 1

@@ -15,9 +15,11 @@ from core.parallel_state import ParallelState
 from core.training import RunConfig, initialize
 from core.training.config.texts import with_token_files
 from core.training.evaluate import main as evaluate
+from core.training.generate import main as generate
 from core.training.run.data import open_corpus
 from core.training.run.summary import note_on_padding
 from tests.datasets.chats import CHATML, TALK, lines
+from tests.models.test_huggingface_families import saved
 
 SIZES = {"model.num_layers": 1, "model.hidden_size": 32, "model.num_attention_heads": 4, "data.sequence_length": 32}
 RUN = SIZES | {"training.train_steps": 12, "training.global_batch_size": 4, "device": "cpu", "optimizer.lr": 1e-2}
@@ -217,7 +219,7 @@ def test_chats_are_prepared_anew_where_their_template_or_an_end_has_changed(tmp_
     assert len({first, second, third, prefix()}) == 4
     (folder / "chat_template.jinja").unlink()
     configured(chat_template=None)
-    with pytest.raises(ValueError, match="has no chat template"):
+    with pytest.raises(ValueError, match=r"has no chat template; put the model's chat_template.jinja beside it"):
         prefix()
 
 
@@ -229,3 +231,24 @@ def test_padding_that_only_ends_chats_is_not_told(tmp_path, chat_folder):
     for token, told in ((0, False), (2, True)):
         (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": token}))
         assert bool(note_on_padding(str(tmp_path), corpus)) == told
+
+
+def test_generate_stops_where_answers_of_the_run_end(tmp_path, chat_folder, monkeypatch):
+    """`<|im_end|>` of the template, beside `<|endoftext|>`, which ends documents."""
+    rows = lines(tmp_path / "chats.jsonl", [{"messages": TALK}] * 40)
+    fields = {"data__tokenizer": str(chat_folder / "tokenizer.json"), "data__split": "1,0,0"}
+    fields |= {"checkpoint__directory": str(tmp_path / "kept"), "training__train_steps": 1}
+    trained(run_of(tmp_path, rows, **fields))
+    stops = []
+    monkeypatch.setattr(
+        "core.training.generate.generate_batch", lambda model, tokens, stop, **_: stops.append(stop) or tokens
+    )
+    assert generate([str(tmp_path / "kept"), "--prompt", "Two?"]) == 0
+    assert generate([str(tmp_path / "kept"), "--prompt", "Two?", "--end-of-text", "<|endoftext|>"]) == 0
+    assert stops == [[0, 2], [0]]
+
+
+def test_an_evaluation_of_a_folder_without_a_text_names_its_flag(tmp_path):
+    _, folder = saved(tmp_path, "llama")
+    with pytest.raises(ValueError, match=r"is a model without a text: 0 texts to evaluate; give --data PREFIX"):
+        evaluate([str(folder)])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from core.datasets.card import TokenCard, card_path, read_card, tokenizer_path
 from core.datasets.corpus.documents import CHUNK_BYTES, Encoder, TextChunk
+from core.datasets.corpus.opening import first_row
 from core.datasets.corpus.readers import read_chunks
 from core.datasets.corpus.sources import TextSource, find_sources
 from core.datasets.corpus.workers import available_cores, encode_all
@@ -126,7 +127,7 @@ def prepare_files(
         if not writer.num_documents:
             raise ValueError(
                 f"0 documents in {len(text.sources)} files, skipped: {skipped_text(writer.skipped)}; "
-                "check --text-key and the encoding (UTF-8)"
+                f"{_keys_told(text.sources)}check --text-key and the encoding (UTF-8)"
             )
     card = read_card(prefix)
     assert card is not None
@@ -138,6 +139,18 @@ def prepare_files(
     return CorpusFiles(
         prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin
     )
+
+
+def _keys_told(sources: Sequence[TextSource]) -> str:
+    """The keys of a first row, and those that are wanted; empty where nothing has rows."""
+    for source in sources:
+        row = first_row(source.path) if source.kind == "jsonl" else None
+        if isinstance(row, dict):
+            return (
+                f"the rows of {source.path} have {', '.join(map(repr, row))}, wanted is "
+                '{"messages": [...]}, {"prompt": ..., "response": ...} or {"text": ...}: write one of them, or '
+            )
+    return ""
 
 
 def checked_prefix(output: str | Path) -> Path:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from core.datasets.answer_ends import answer_ends
 from core.datasets.card import tokenizer_path
 from core.datasets.corpus.build import TextFiles, prepare_files, skipped_text
 from core.datasets.corpus.conversations import are_conversations, prepare_conversations
@@ -202,7 +203,8 @@ def _prepare(
             f"{corpus.seconds:.1f} s; skipped: {skipped_text(dict(card.skipped))}"
         )
         if tokenizer_file is not None:
-            report(ends_told(tokenizer, tokenizer_file, answers=kind != "documents"))
+            ends = answer_ends(TokenFile(prefix), tokenizer, tokenizer_file)
+            report(ends_told(tokenizer, tokenizer_file, answers=kind != "documents", ends=ends))
     finally:
         release_lock(lock_name, lock)
 

@@ -3,7 +3,6 @@
 A chat is what its tokenizer's chat template makes of it, by transformers; prompt and answer are joined as they are.
 """
 
-import gzip
 import json
 import time
 from collections import Counter
@@ -16,18 +15,24 @@ import numpy as np
 
 from core.datasets.card import card_path, read_card, tokenizer_path
 from core.datasets.corpus.build import CorpusFiles, TextFiles, checked_prefix, skipped_text
+from core.datasets.corpus.opening import first_row
 from core.datasets.corpus.sources import TextSource
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
 
 ANSWERS = ("response", "completion")  # what stands beside "prompt"
-_NEITHER = 'rows without "messages" or a "prompt" with its "response"'
+_NEITHER = 'rows without "messages", "conversations" or a "prompt" with its "response"'
 _NO_ROLES = "chats whose messages lack a role or a content"
 _NO_ANSWER = "chats without an answer of the assistant"
 _REWRITTEN = "chats of which the chat template rewrites earlier turns"
 # where a template may stand
 _FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
+
+
+# ShareGPT's chats: messages of "from" and "value"
+_CHATS = "conversations"
+_THEIR_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 class Conversation(NamedTuple):
@@ -62,7 +67,8 @@ class ChatTemplate:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if self._tokenizer.chat_template is None:
             raise ValueError(
-                f"the tokenizer of {folder} has no chat template; give rows of prompt and response"
+                f"the tokenizer of {folder} has no chat template; put the model's chat_template.jinja beside it, "
+                "or give rows of prompt and response"
             )
 
     def encode(
@@ -115,23 +121,28 @@ def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> boo
     return bool(chats)
 
 
-def first_row(path: Path) -> Any:
-    """The first JSON line of a file; None where there is none."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            for line in file:
-                if line.strip():
-                    return json.loads(line)
-    except (OSError, ValueError, RecursionError):
-        # told when all of it is read
-        pass
-    return None
-
-
 def _is_conversation(row: Any) -> bool:
     return isinstance(row, dict) and (
-        "messages" in row or ("prompt" in row and any(key in row for key in ANSWERS))
+        "messages" in row
+        or _CHATS in row
+        or ("prompt" in row and any(key in row for key in ANSWERS))
     )
+
+
+def _of_sharegpt(row: dict[str, Any]) -> Any:
+    """The messages of a row in ShareGPT's form; `system` beside them is the first of them."""
+    messages = row[_CHATS]
+    if not isinstance(messages, list):
+        return messages
+    ours = []
+    if row.get("system"):
+        ours.append({"role": "system", "content": row["system"]})
+    for message in messages:
+        if isinstance(message, dict) and "from" in message and "value" in message:
+            role = message["from"]
+            message = {"role": _THEIR_ROLES.get(role, role), "content": message["value"]}
+        ours.append(message)
+    return ours
 
 
 class ConversationEncoder:
@@ -152,6 +163,8 @@ class ConversationEncoder:
         """Ends with the end of text; the end of a prompt's answer is learned. Raises `UnusableRowError`."""
         if isinstance(row, dict) and "messages" in row:
             return self.encode_chat(row["messages"], row.get("tools"))
+        if isinstance(row, dict) and _CHATS in row:
+            return self.encode_chat(_of_sharegpt(row), row.get("tools"))
         prompt = row.get("prompt") if isinstance(row, dict) else None
         answer = None
         if prompt is not None:

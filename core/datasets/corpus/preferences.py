@@ -3,10 +3,9 @@
 A pair becomes two documents, as conversations become one each: prompt and chosen response, prompt and rejected one.
 """
 
-import gzip
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from core.datasets.corpus.conversations import (
     Conversation,
     ConversationEncoder,
     UnusableRowError,
-    first_row,
 )
+from core.datasets.corpus.opening import first_row, numbered_rows
 from core.datasets.corpus.sources import TextSource
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
@@ -126,7 +125,7 @@ def prepare_preferences(
         in_pairs=True,
     ) as writer:
         for source in text.sources:
-            for number, line in _lines(source.path):
+            for number, line in numbered_rows(source.path):
                 try:
                     pair = encode_pair(_parsed(line), encoder)
                 except UnusableRowError as error:
@@ -166,11 +165,3 @@ def _parsed(line: bytes) -> Any:
         return json.loads(line)
     except (ValueError, RecursionError):
         raise UnusableRowError("is no JSON") from None
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line) of those that are not empty."""
-    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, line

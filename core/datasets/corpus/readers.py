@@ -1,15 +1,9 @@
 """Reads sources as chunks, streaming: neither a file nor a row group needs to fit in memory at once."""
 
 import codecs
-import gzip
-import io
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from importlib import import_module
-from types import NoneType
-from typing import Any, BinaryIO, NamedTuple
 
 from core.datasets.corpus.documents import (
     CHUNK_BYTES,
@@ -19,6 +13,7 @@ from core.datasets.corpus.documents import (
     cuts,
     last_end,
 )
+from core.datasets.corpus.opening import OpenedText, import_extra, open_text
 from core.datasets.corpus.sources import TextSource
 
 # read at once; a larger text file becomes several documents
@@ -48,7 +43,7 @@ def read_chunks(
                 yield from _dataset_chunks(source, text_key)
             else:
                 with ExitStack() as files:
-                    opened = _open(source, files)
+                    opened = open_text(source.path, files)
                     if source.kind == "jsonl":
                         yield from _line_chunks(opened)
                     else:
@@ -61,68 +56,11 @@ def read_chunks(
             skipped["files that cannot be read"] += 1
 
 
-def _import_extra(name: str, source: TextSource) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ImportError(f"{source.path} needs {name}: pip install {name}") from error
-
-
 class _Damaged(Exception):
     """A damaged file, where the library that reads it has exceptions of its own."""
 
 
-class _OpenedText(NamedTuple):
-    """content: what is in the file. raw: the file as it is on disk. damage: what ended the content early, or None."""
-
-    content: BinaryIO
-    raw: BinaryIO
-    damage: Callable[[], Exception | None]
-
-    def is_torn(self) -> bool:
-        """Whether the last thing that was read may lack its end; what lies behind a whole archive tears nothing."""
-        return not isinstance(self.damage(), (NoneType, gzip.BadGzipFile))
-
-
-def _open(source: TextSource, files: ExitStack) -> _OpenedText:
-    raw = files.enter_context(source.path.open("rb"))
-    suffix = source.path.suffix.lower()
-    if suffix == ".gz":
-        # what is in front of the damage is read: a truncated download still has most of its text
-        packed: Any = files.enter_context(gzip.GzipFile(fileobj=raw))
-        unpacked = _Unpacked(packed, EOFError, zlib.error, gzip.BadGzipFile)
-    elif suffix == ".zst":
-        zstandard = _import_extra("zstandard", source)
-        packed = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        unpacked = _Unpacked(packed, zstandard.ZstdError)
-    else:
-        return _OpenedText(raw, raw, lambda: None)
-    return _OpenedText(io.BufferedReader(unpacked, CHUNK_BYTES), raw, lambda: unpacked.damage)
-
-
-class _Unpacked(io.RawIOBase):
-    """What a reader unpacks. It ends where the packed file is damaged, and `damage` is the library's error then."""
-
-    def __init__(self, reader: Any, *errors: type[Exception]) -> None:
-        self._reader = reader
-        self._errors = errors
-        self.damage: Exception | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if self.damage is not None:
-            return 0
-        try:
-            # not `readinto`, which loses what precedes an error
-            return self._reader.readinto1(buffer)
-        except self._errors as error:
-            self.damage = error
-            return 0
-
-
-def _line_chunks(opened: _OpenedText) -> Iterator[TextChunk]:
+def _line_chunks(opened: OpenedText) -> Iterator[TextChunk]:
     previous_position = 0  # in the file on disk
     while content := opened.content.read(CHUNK_BYTES):
         if not content.endswith(b"\n"):
@@ -134,7 +72,7 @@ def _line_chunks(opened: _OpenedText) -> Iterator[TextChunk]:
         previous_position = position
 
 
-def _text_chunks(opened: _OpenedText, documents: str, skipped: Counter[str]) -> Iterator[TextChunk]:
+def _text_chunks(opened: OpenedText, documents: str, skipped: Counter[str]) -> Iterator[TextChunk]:
     """Chunks of a text file. A file larger than a portion is cut where `documents` allows it."""
     file = opened.content
     raw = opened.raw
@@ -195,7 +133,7 @@ def _unreadable(content: bytes) -> str | None:
 
 
 def _parquet_chunks(source: TextSource, text_key: str) -> Iterator[TextChunk]:
-    parquet = _import_extra("pyarrow.parquet", source)
+    parquet = import_extra("pyarrow.parquet", source.path)
     try:
         with parquet.ParquetFile(source.path) as file:
             rows = file.metadata.num_rows
@@ -207,12 +145,12 @@ def _parquet_chunks(source: TextSource, text_key: str) -> Iterator[TextChunk]:
                 yield TextChunk(
                     "texts", batch.column(0).to_pylist(), source.size * len(batch) // max(1, rows)
                 )
-    except _import_extra("pyarrow", source).ArrowInvalid as error:
+    except import_extra("pyarrow", source.path).ArrowInvalid as error:
         raise _Damaged(str(error)) from error
 
 
 def _dataset_chunks(source: TextSource, text_key: str) -> Iterator[TextChunk]:
-    dataset = _import_extra("datasets", source).load_from_disk(str(source.path))
+    dataset = import_extra("datasets", source.path).load_from_disk(str(source.path))
     if text_key not in dataset.column_names:
         yield TextChunk("texts", [None] * len(dataset), source.size)
         return

@@ -10,10 +10,10 @@ from pathlib import Path
 from stat import S_ISREG
 
 from core.datasets.corpus.hub import hub_files, hub_remedy, is_hub_name
+from core.datasets.corpus.opening import PACKED, holds_rows, is_json, suffix_of
 
 TEXT = (".txt", ".md", ".rst", ".py")
 LINES = (".jsonl", ".ndjson")
-PACKED = (".gz", ".zst")
 READ = (*TEXT, *LINES, ".parquet")
 SUFFIXES = (*READ, *(suffix + packed for suffix in (*TEXT, *LINES) for packed in PACKED))
 # of a directory that `datasets.save_to_disk` wrote, beside state.json
@@ -26,8 +26,8 @@ _OTHER_SUFFIX = "files of another suffix"
 class TextSource:
     """One file, or one directory of a Hugging Face dataset.
 
-    name: relative to the input that it was found under, with `/`. kind: `text`, `jsonl`, `parquet` or `dataset`.
-    size: bytes on disk.
+    name: relative to the input that it was found under, with `/`. kind: `text`, `jsonl` (rows; an array of
+    them, too), `parquet` or `dataset`. size: bytes on disk.
     """
 
     path: Path
@@ -75,7 +75,8 @@ def find_sources(
         rest = "".join(f", {count} {reason}" for reason, count in sorted(search.skipped.items()))
         raise ValueError(
             f"{', '.join(map(str, inputs))}: 0 files to read, {other_suffixes} of other suffixes than "
-            f"{' '.join(READ)} (also {' '.join(PACKED)}){rest}; name a pattern, for example --glob '*.html'"
+            f"{' '.join(READ)} and .json of rows (also {' '.join(PACKED)}){rest}; "
+            "name a pattern, for example --glob '*.html'"
         )
     return [
         source for *_, source in sorted(hashed_sources, key=lambda entry: entry[:2])
@@ -181,16 +182,20 @@ def _source_of_file(
     path: Path, name: str, size: int, globs: Sequence[str], *, named: bool
 ) -> TextSource | None:
     """None: not to be read."""
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    # `.jsonl.gz` is read as `.jsonl`
-    if suffixes and suffixes[-1] in PACKED:
-        suffixes.pop()
-    suffix = suffixes[-1] if suffixes else ""
+    suffix = suffix_of(path)
     if suffix in LINES:
         return TextSource(path, name, "jsonl", size)
     if suffix == ".parquet":
         return TextSource(path, name, "parquet", size)
+    is_possible = is_json(path) and path.is_file()  # no pipe is opened
+    if is_possible and holds_rows(path):
+        return TextSource(path, name, "jsonl", size)
     matches = any(fnmatch.fnmatch(path.name, glob) or fnmatch.fnmatch(name, glob) for glob in globs)
+    if named and is_possible and not matches:
+        raise ValueError(
+            f"{path} is neither an array of rows ([{{...}}, ...]) nor JSON lines ({{...}}, one a line), and is not "
+            "learned as text; write one of them, or the text as .txt"
+        )
     if named or matches or suffix in TEXT:
         return TextSource(path, name, "text", size)
     return None

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,23 @@ def answer_end(tokenizer_file: str | Path | None, tokenizer: AnyTokenizer) -> in
         return tokenizer.end_of_text
 
 
-def ends_told(tokenizer: AnyTokenizer, tokenizer_file: str | Path | None, *, answers: bool) -> str:
+def ends_told(
+    tokenizer: AnyTokenizer,
+    tokenizer_file: str | Path | None,
+    *,
+    answers: bool,
+    ends: Sequence[int] = (),
+) -> str:
     """`documents end with <|endoftext|> (token 0)`, and what of the `eos_token` beside the file, if that is another.
 
-    answers: of conversations, whose answers end with that one.
+    answers: of conversations, whose answers end with that one, or with `ends`, where their text has others.
     """
     end = tokenizer.end_of_text
     eos = answer_end(tokenizer_file, tokenizer)
     said = f"documents end with {_named(tokenizer, end)}"
+    if answers and [*ends] not in ([], [eos]):
+        named = " or ".join(_named(tokenizer, token) for token in ends)
+        return f"answers end with {named}, where generate stops as well; {said}"
     if eos == end:
         return said
     if answers:

@@ -131,17 +131,17 @@ def _export_adapted(
 def _form_of_checkpoint(checkpoint: str | Path, source: str | Path | None) -> FolderForm:
     run = open_stored(checkpoint).run
     description_of_run: Any = run.get("model")
+    tokenizer: Any = run.get("tokenizer")
     problem = ""
     if source is None:
         source, problem = origin(run)
     if source is not None:
-        return form_of_source(source, description_of_run, str(checkpoint))
+        return form_of_source(source, description_of_run, str(checkpoint), tokenizer)
     if description_of_run is None:
         raise ValueError(
             f"{checkpoint} says nothing of its model: give --source, a folder with its config.json (checkpoints of "
             "the trainer say it)"
         )
-    tokenizer: Any = run.get("tokenizer")
     if problem:
         end = (
             "none"
@@ -182,8 +182,9 @@ def save_huggingface(
     gathers anything, and that one holds one tensor at a time; what ZeRO cut is sent as it lies.
 
     model: a GPTModel, a rank's pipeline stages, or the `DataParallel` that holds them: under ZeRO-3 that.
-    source: as `export_huggingface`; only the first rank reads it. tokenizer: where there is no source, what a run
-    says of its own: {"path": of tokenizer.json, "identity": ..., "end_of_text": its id}. progress: called on the
+    source: as `export_huggingface`; only the first rank reads it. tokenizer: what a run
+    says of its own: {"path": of tokenizer.json, "identity": ..., "end_of_text": its id}, which are for where there is
+    no source, and "answer_ends". progress: called on the
     first rank with bytes written.
     Raises on all ranks, before anything is gathered where it can be known: ValueError (no GPTModel, another model
     than `source` describes, a fact that no family has, a folder that is there), OSError (no space). Nothing
@@ -202,7 +203,7 @@ def save_huggingface(
             if source is None:
                 form = form_of_run(description_of_model, tokenizer)
             else:
-                form = form_of_source(source, description_of_model, "the model")
+                form = form_of_source(source, description_of_model, "the model", tokenizer)
             lora = _gpt_of(model).lora
             ours = Parameters(form, weights.arrays, "the model", weights.read, lora)
             files = tensors_by_file(ours.their_tensors(), file_bytes)

@@ -45,11 +45,14 @@ class FolderForm:
 
 
 def form_of_source(
-    source: str | Path, described_as: Mapping[str, Any] | None, origin: str
+    source: str | Path,
+    described_as: Mapping[str, Any] | None,
+    origin: str,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> FolderForm:
     """As the folder that the model began as.
 
-    described_as: what `origin` (for messages) says of its model, if it does.
+    described_as: what `origin` (for messages) says of its model, if it does. tokenizer: as of `form_of_run`.
     Raises ValueError: that is another model than the folder's.
     """
     source = Path(source).expanduser()
@@ -63,10 +66,11 @@ def form_of_source(
             f"{origin} is not the model that {source} describes: {', '.join(different)}; give the folder that it "
             "began as, or leave the source out: the model itself says what it is"
         )
+    length = None if described_as is None else described_as["max_sequence_length"]
     return FolderForm(
         model,
         family,
-        lambda folder, dtype: copy_companions(source, folder, dtype),
+        lambda folder, dtype: copy_companions(source, folder, dtype, length, tokenizer),
         "the source's configuration",
     )
 

@@ -144,11 +144,15 @@ def _refuse(
     for stage_sizes in all_gather_objects(sizes, ps.group("pp")):
         whole |= stage_sizes
     existing = sorted({_path(name) for name in whole})
-    problems = [
-        f"modules: {module!r} is no linear of this model; there are {', '.join(existing)}{_theirs(module)}"
-        for module in config.modules
-        if not any(_is_named(name, (module,)) for name in whole)
+    problems = []
+    unknown = [
+        module for module in config.modules if not any(_is_named(name, (module,)) for name in whole)
     ]
+    if unknown:
+        said = "".join(
+            f"; {module!r} is no linear of this model{_theirs(module)}" for module in unknown
+        )
+        problems.append(f"modules: {said.removeprefix('; ')}; there are {', '.join(existing)}")
     assert config.rank is not None
     too_small = {
         _path(name): size

@@ -324,6 +324,11 @@ class ModelConfig:
             )
         return rows
 
+    @property
+    def folder_positions(self) -> int | None:
+        """Positions that the Hugging Face folder says of its model; None without one."""
+        return self._folder.max_sequence_length if self._folder is not None else None
+
     def positions(self, sequence_length: int) -> int:
         """Positions of the model in a run of that length; learned ones are as many as the model has."""
         if self._folder is not None:

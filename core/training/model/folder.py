@@ -48,7 +48,10 @@ def text_rules(
         "data.tokenizer out",
     )
     yield (
-        own is not None or tokenizer is not None or not _first_is_text(train),
+        own is not None
+        or tokenizer is not None
+        or not Path(folder).expanduser().is_dir()  # told elsewhere
+        or not _first_is_text(train),
         f"model.huggingface={without_tokenizer(folder, 'data.tokenizer')}: without one a vocabulary would be learned "
         "from the text, which is not the model's",
     )

@@ -156,7 +156,7 @@ def weights_rules(
         yield (
             False,
             f"checkpoint.weights={url} holds adapters (lora.rank), not a whole model: export it (python -m "
-            "core.models.huggingface export), and give the folder as model.huggingface",
+            f"core.models.huggingface export {url} FOLDER), and give model.huggingface=FOLDER",
         )
         return
     problems = list(_differences(expected, stored, compares_vocabulary=tokens is not None))

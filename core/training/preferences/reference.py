@@ -20,6 +20,7 @@ from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_reduce
 from core.pipeline import Pipeline, SingleStage
 from core.training.preferences.loss import DPOLoss, response_log_probs
+from core.training.resume.adapters import begun_with
 from core.training.run.data import BatchSource, Corpus
 from core.training.run.data.corpus import file_hash
 from core.training.run.loader import moved_to
@@ -67,7 +68,7 @@ class References:
                 f"{url} holds the reference of {len(known)} texts, {len(missing)} of the {len(self._tables)} of this "
                 "run are not among them, and its weights are not those that the run began with: go on with the same "
                 "data.train, data.valid, data.valid_sets and sequence_length, or begin a run from these weights: "
-                f"checkpoint.weights={url} and another checkpoint.directory"
+                f"{begun_with(url)}, with another checkpoint.directory"
             )
 
     def compute(self, executor: SingleStage | Pipeline, say: Callable[[str], None]) -> None:

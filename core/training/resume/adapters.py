@@ -9,6 +9,14 @@ from core.models.lora.base import adapters_of, refuse_other_base
 from core.optimizer import sharded_state_dict
 
 
+def begun_with(url: str) -> str:
+    """What a run from step 0 with the weights of this checkpoint is given, for messages."""
+    if adapters_of(url) is None:
+        return f"checkpoint.weights={url}"
+    # which takes whole models only
+    return f"model.huggingface=FOLDER, once they are folded in: python -m core.models.huggingface export {url} FOLDER"
+
+
 def refuse_other_adapters(url: str, here: Mapping[str, Any] | None) -> None:
     """Raise ValueError: adapters of another rank, scale or place, or beside other weights; on one side only.
 
@@ -20,14 +28,14 @@ def refuse_other_adapters(url: str, here: Mapping[str, Any] | None) -> None:
     if stored is None or here is None:
         rank, other = (stored or {}).get("rank"), (here or {}).get("rank")
         raise ValueError(
-            f"{url} has lora.rank={rank} (here {other}): use the same; a run with adapters begins with the weights "
-            f"of one without by checkpoint.weights={url}, and one without with those of an exported folder"
+            f"{url} has lora.rank={rank} (here {other}): use the same; a run from step 0 with these weights is "
+            f"{begun_with(url)}"
         )
     different = LoraConfig.of_facts(dict(here)).differences(stored)
     if different:
         raise ValueError(
-            f"{url} has {', '.join(different)}: its adapters compute something else; use the same, or begin another "
-            "run: export this one (python -m core.models.huggingface export), the folder is its model.huggingface"
+            f"{url} has {', '.join(different)}: its adapters compute something else; use the same; a run from step "
+            f"0 with these weights is {begun_with(url)}"
         )
     if (found := here.get("base")) is not None:
         refuse_other_base(str(found), stored, url, "this run")

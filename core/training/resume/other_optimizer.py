@@ -15,6 +15,7 @@ from core.optimizer.state.average import EMA
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
 from core.training.config import RunConfig
+from core.training.resume.adapters import begun_with
 
 _GROUP = "optimizer/"
 MAIN = "main"
@@ -61,7 +62,7 @@ def other_states(url: str, difference: str) -> str:
     """What a run is told that would go on with the states of another optimizer."""
     return (
         f"{url} has the states of another optimizer: {difference}; use the same, or begin with new states: "
-        f'checkpoint.change = ["optimizer"]; a run from step 0 with these weights is checkpoint.weights={url}'
+        f'checkpoint.change = ["optimizer"]; a run from step 0 with these weights is {begun_with(url)}'
     )
 
 

@@ -11,7 +11,7 @@ from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.models.gpt.description import description_of, differences, differences_of_sizes
 from core.parallel_state import ParallelState
 from core.training.config import CheckpointConfig, DataConfig, RunConfig, TrainingConfig
-from core.training.resume.adapters import refuse_other_adapters
+from core.training.resume.adapters import begun_with, refuse_other_adapters
 from core.training.resume.other_optimizer import refuse_other_optimizer
 
 
@@ -44,7 +44,7 @@ def changes_of_order(
         raise ValueError(
             f"{url} was trained with {', '.join(unsaid)}: its next batch would not be the one that comes next; "
             f"use the same, or say that it changes: checkpoint.change = {json.dumps(needed)}; a run from step 0 "
-            f"with these weights is checkpoint.weights={url}"
+            f"with these weights is {begun_with(url)}"
         )
     return changed
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from core.datasets import AnyTokenizer, load_tokenizer
+from core.datasets.answer_ends import answer_ends
 from core.dist_checkpointing.reading.loading import open_stored
 from core.models.gpt.description import described, description
 from core.models.gpt.gpt_model import GPTModel
@@ -45,6 +46,9 @@ def facts_of_run(
             "identity": tokenizer.identity,
             "end_of_text": tokenizer.end_of_text,
         }
+        ends = [answer_ends(source, tokenizer, file) for _, source in corpus.train_parts]
+        if turns := sorted(set().union(*ends)):
+            facts["tokenizer"]["answer_ends"] = turns
     return facts
 
 

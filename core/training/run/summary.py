@@ -140,6 +140,17 @@ def note_on_padding(folder: str, corpus: Corpus) -> str:
     )
 
 
+def note_on_length(run: RunConfig) -> str:
+    """What is said of sequences longer than those of the folder's model; empty: they are not."""
+    length, positions = run.data.sequence_length, run.model.folder_positions
+    if positions is None or length <= positions:
+        return ""
+    return (
+        f"data.sequence_length={length} is more than the {positions} positions (max_position_embeddings) of "
+        f"{run.model.huggingface}; the model learns the longer ones here, and an export says {length}"
+    )
+
+
 def describe(
     stages: Mapping[int, nn.Module],
     ps: ParallelState,
@@ -154,9 +165,9 @@ def describe(
     if run.model.fp8 is not None and run.model.build is None:
         say(_in_8_bits(run.model))
     if run.model.huggingface is not None:
-        note = note_on_padding(run.model.huggingface, corpus)
-        if note:
-            say(f"note: {note}")
+        for note in (note_on_padding(run.model.huggingface, corpus), note_on_length(run)):
+            if note:
+                say(f"note: {note}")
     total, local = count_parameters(stages, ps)
     say(f"parameters: {total:,} in all, {local:,} on rank 0 (with padding)")
     if run.lora.rank is not None:
