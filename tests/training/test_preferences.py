@@ -154,7 +154,8 @@ def test_a_run_of_text_does_not_go_on_with_preferences(data, tmp_path):
     kept = {"checkpoint__directory": str(tmp_path / "kept"), "training__train_steps": 2}
     torch.set_default_dtype(torch.float32)
     fields = FIELDS | text | {name.replace("__", "."): value for name, value in kept.items()}
-    model, _, _, loader = initialize(config=RunConfig.from_dict(fields | {"training.objective": "next_token"}))
+    fields |= {"training.objective": "next_token", "model.vocab_size": 4096}
+    model, _, _, loader = initialize(config=RunConfig.from_dict(fields))
     for batch in loader:
         model.train_step(batch)
     model.close()

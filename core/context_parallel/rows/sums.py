@@ -154,6 +154,7 @@ class _Sums(Follower):
         self._numbers = torch.zeros(3, dtype=torch.float64, device=output.device)
         # [b, s/cp]: else the rows' losses are the program's
         self._is_loss = output.dim() == 2
+        self._is_evaluation = not output.requires_grad
         self._totals: list[Total] = []
         self._factors = factors.RowFactors(output.device)
 
@@ -255,7 +256,8 @@ class _Sums(Follower):
         if not numbers or name in ("backward", "grad", "register_hook"):
             return
         first = numbers[0]
-        if first.dim() and first.partial not in STATISTICS and name in DECISIONS:
+        decides = self._is_evaluation and name in DECISIONS
+        if first.dim() and first.partial not in STATISTICS and decides:
             # of each sequence a number that no rank has
             self._owner.tell_of_log(f"{first.partial} over", SUM_REMEDY)
         elif not isinstance(result, Tensor) and name in READS:
