@@ -1,6 +1,8 @@
 """GPTModel as a user calls it: shapes, padding, masks, positions; and what it refuses."""
 
 import dataclasses
+import io
+import warnings
 
 import pytest
 import torch
@@ -280,3 +282,16 @@ def test_the_number_of_parameters_is_true_and_the_table_is_padded_in_memory_only
     layer = (h * 3 * h + 3 * h) + (h * h + h) + (h * f + f) + (f * h + h) + 4 * h
     assert model.num_parameters() == 2 * layer + 2 * VOCAB * h + POSITIONS * h + 2 * h
     assert model.embedding.word_embeddings.weight.shape == (128, h)
+
+
+def pickled_here():
+    model = gpt("llama", parallel=state(tp=2))
+    with warnings.catch_warnings(), pytest.raises(TypeError) as error:
+        warnings.simplefilter("ignore")  # a file of a rank's parts
+        torch.save(model, io.BytesIO())
+    return str(error.value)
+
+
+def test_a_whole_model_in_a_file_is_refused_with_what_to_save(ranks):
+    for message in ranks(pickled_here, world=2):
+        assert "process group of ranks [0, 1]" in message and "save sharded_state_dict()" in message

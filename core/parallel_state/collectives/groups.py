@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,17 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group({self.name}, rank {self.rank} of ranks {self.ranks})"
+
+    def __copy__(self) -> "Group":
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the process group of ranks {list(self.ranks)} is of this process and cannot be pickled, nor a model that "
+            "holds it: save sharded_state_dict() by core.dist_checkpointing, and make the model anew"
+        )
 
     def __deepcopy__(self, memo: dict) -> "Group":
         return self  # a copied model talks to the same peers
