@@ -101,8 +101,8 @@ class Group:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            f"the process group of ranks {list(self.ranks)} is of this process and cannot be pickled, nor a model that "
-            "holds it: save sharded_state_dict() by core.dist_checkpointing, and make the model anew"
+            f"the process group of ranks {list(self.ranks)} is of this process and cannot be pickled, nor a model "
+            "that holds it: save sharded_state_dict() by core.dist_checkpointing, and make the model anew"
         )
 
     def __deepcopy__(self, memo: dict) -> "Group":
