@@ -14,6 +14,8 @@ from core.training.config import CheckpointConfig, DataConfig, RunConfig, Traini
 from core.training.resume.adapters import begun_with, refuse_other_adapters
 from core.training.resume.other_optimizer import refuse_other_optimizer
 
+_OF_DECAY = ("optimizer.lr_decay_steps", "optimizer.min_lr")
+
 
 def order_of(
     data: DataConfig, training: TrainingConfig, order: Mapping[str, Any] | None
@@ -47,6 +49,18 @@ def changes_of_order(
             f"with these weights is {begun_with(url)}"
         )
     return changed
+
+
+def changes_of_rate(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Settings by which the learning rate of a step is another than before, each as "name=value (now value)"."""
+    names = [name for name in here if name.startswith(("optimizer.lr", "optimizer.min_lr"))]
+    if here.get("optimizer.lr_schedule") == "constant":
+        names = [name for name in names if name not in _OF_DECAY]
+    return [
+        f"{name}={saved[name]} (now {here[name]})"
+        for name in names
+        if name in saved and saved[name] != here[name]
+    ]
 
 
 def compare_models(

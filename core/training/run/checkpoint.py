@@ -27,7 +27,12 @@ from core.training.resume.other_optimizer import (
     other_optimizer,
     other_states,
 )
-from core.training.resume.same_run import changes_of_order, compare_models, order_of
+from core.training.resume.same_run import (
+    changes_of_order,
+    changes_of_rate,
+    compare_models,
+    order_of,
+)
 from core.training.run.export import ExportAtEnd
 from core.training.run.stop import StopFlag
 
@@ -67,6 +72,7 @@ class Checkpoints(AbstractContextManager):
         self.plan = BatchPlan(global_batch_size=training.global_batch_size, ramp=training.ramp)
         self._model: Mapping[str, Any] | None = dict(run or {}).get("model")
         self._lora: Mapping[str, Any] | None = dict(run or {}).get("lora")
+        self._settings: Mapping[str, Any] = dict(run or {}).get("settings", {})
         self._terminated = False
         self.stopped = False
         self._stop_flag = StopFlag(ps)
@@ -211,6 +217,8 @@ class Checkpoints(AbstractContextManager):
             f"{self.optimizer.step_count} updates ({self.optimizer.skipped_steps} skipped)\n"
             f"layout before: {saved_layout}\nlayout now:    {layout}"
         )
+        if changed := changes_of_rate(stored_run.get("settings", {}), self._settings):
+            self.say(f"the learning rate is laid out anew: {', '.join(changed)}")
         return step
 
     def _start_row(self, url: str, saved: Mapping[str, Any]) -> int:
