@@ -1,6 +1,7 @@
 """Megatron's parts by their names: layers, mappings, specs, configuration, seeds."""
 
 import re
+import warnings
 from importlib import import_module as import_module_by_name
 from pathlib import Path
 
@@ -346,3 +347,27 @@ def test_the_answer_to_megatrons_arguments_is_the_pages(capsys):
     with pytest.raises(SystemExit, match="2"):
         load_run(flags.split())
     assert capsys.readouterr().err == answer
+
+
+def said_in_steps(finalizes):
+    """Of two replicas."""
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel()
+    model = DistributedDataParallel(CONFIG, DistributedDataParallelConfig(), nn.Linear(3, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in range(3):
+            model.zero_grad_buffer()
+            model(torch.ones(4, 3)).sum().backward()
+            if finalizes:
+                finalize_model_grads([model])
+            optimizer.step()
+    mpu.destroy_model_parallel()
+    return [str(warning.message) for warning in caught]
+
+
+def test_gradients_that_nobody_has_summed_are_told_once(ranks):
+    for told in ranks(said_in_steps, False, world=2):
+        assert len(told) == 1 and "replicas of 2 ranks part: call finalize_model_grads([model])" in told[0]
+    assert ranks(said_in_steps, True, world=2) == [[], []]
+    assert ranks(said_in_steps, False, world=1) == [[]]

@@ -199,9 +199,7 @@ def test_a_run_of_other_sizes_is_another_run(made, base, fields):
 def test_a_run_that_is_prolonged_says_that_the_rate_is_laid_out_anew(made, base, capsys):
     more = {"checkpoint__load": base["llama"], "training__train_steps": 5}
     run(made, **more, optimizer__lr_schedule="cosine")
-    assert (
-        "rate is laid out anew: optimizer.lr_schedule=constant (now cosine)" in capsys.readouterr().out
-    )
+    assert "rate is laid out anew: optimizer.lr_schedule=constant (now cosine)" in capsys.readouterr().out
     run(made, **more)
     assert "laid out anew" not in capsys.readouterr().out
 

@@ -1,5 +1,6 @@
 """Megatron's wrapper for torch's optimizers: gradients stay in `.grad`, and `finish_grad_sync` sums them."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from core.parallel_state import ParallelState, current_state, layout_of
 from core.parallel_state.collectives import all_reduce, broadcast
+from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.transformer.moe.experts import Experts
 
 _SHARDED = (
@@ -65,6 +67,27 @@ class DistributedDataParallel(nn.Module):
             if isinstance(part, Experts):
                 # by `finish_grad_sync`: the experts must not do it in backward as well
                 part.edp_is_summed = True
+        self._warned = False
+        if self.parallel.size("dp-cp") > 1:
+            before_optimizer_steps(self._look)
+
+    def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Before any optimizer's step: warn, once, of gradients that `finish_grad_sync` has not brought."""
+        if self._warned:
+            return
+        own_ids = {id(parameter) for parameter in self.module.parameters()}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad if id(parameter) in own_ids else None
+                if gradient is not None and not hasattr(gradient, "is_summed"):
+                    self._warned = True
+                    warnings.warn(
+                        f"{type(optimizer).__name__}.step() takes gradients of this rank's own batch, and the "
+                        f"replicas of {self.parallel.size('dp-cp')} ranks part: call "
+                        "finalize_model_grads([model]) before it, or finish_grad_sync()",
+                        stacklevel=4,
+                    )
+                    return
 
     def __getattr__(self, name: str) -> Any:
         # scripts ask the wrapper for what the module has
@@ -110,7 +133,9 @@ class DistributedDataParallel(nn.Module):
                     total /= replicas
                 sizes = [parameter.numel() for parameter in same]
                 for parameter, gradient in zip(same, total.split(sizes), strict=True):
-                    parameter.grad = gradient.view(parameter.shape).to(dtype)
+                    summed = gradient.view(parameter.shape).to(dtype)
+                    summed.is_summed = True
+                    parameter.grad = summed
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Does nothing: `finish_grad_sync` sums everything."""
