@@ -62,7 +62,8 @@ class DataParallel(BesideModule, GradSync):
     backward_passes: of a plain loop, how often `backward` is called per step: the last one then overlaps too.
     require_gradients: `finish` raises where a parameter got none. check_replicas_every: steps between two
         comparisons of what several ranks hold (by `finish`, before the update); 0 never.
-    broadcast_buffers: buffers that are written are the first data rank's: sent before each forward in training.
+    broadcast_buffers: buffers that are written are the first data rank's: sent before each forward in training and
+        after each step.
     init: of a model on the meta device, which is filled module by module: fills one module's own parameters; default:
         initial values that parameters carry, or the module's reset_parameters().
 

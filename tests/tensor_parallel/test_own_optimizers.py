@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from core.models.gpt import GPTModel, llama_spec
 from core.transformer import TransformerConfig
@@ -95,7 +96,21 @@ def said_of(make):
             model(tokens, labels=labels).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+    assert classes_inside(model, tokens) == {torch.nn.Parameter}
     return [str(w.message) for w in caught]
+
+
+def classes_inside(model, tokens):
+    """Of the parameters of a model's modules while it runs: nobody listens there."""
+    found = set()
+
+    def look(module, args):
+        if module is not model:  # who listens stops at the beginning of its forward
+            found.update(map(type, module.parameters()))
+
+    with register_module_forward_pre_hook(look), torch.no_grad():
+        model(tokens)
+    return found
 
 
 @pytest.mark.parametrize("world", [1, 2])
