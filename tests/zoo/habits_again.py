@@ -12,6 +12,7 @@ from core.data_parallel import DataParallel
 from core.optimizer import clip_grad_norm_
 from tests.states import state
 from tests.zoo.habit_side import RATE, TOLD3, Net, Side, habits, loss_of
+from tests.zoo.habits_optimizers import play_dcgan
 
 HABITS, habit = habits()
 SAME_ON_ALL = "the same on all ranks"
@@ -180,16 +181,7 @@ def dcgan_in_one(side: Side) -> dict[str, Tensor]:
     both = nn.ModuleDict({"g": generator, "d": judge})
     shard = DataParallel(both, state(), zero_stage=side.zero, bucket_size=40) if side.ours else None
     of_g, of_d = torchs(generator), torchs(judge)
-    for step in range(3):
-        z = side.x(step)
-        judge.zero_grad()
-        (judge(side.x(step + 50)) - 1).square().mean().backward()
-        fake = generator(z)
-        judge(fake.detach()).square().mean().backward()
-        of_d.step()
-        generator.zero_grad()
-        (judge(fake) - 1).square().mean().backward()
-        of_g.step()
+    play_dcgan(side, generator, judge, of_g, of_d)
     if shard is not None:
         shard.remove()
     return {name: t.detach().clone() for name, t in both.state_dict().items()}

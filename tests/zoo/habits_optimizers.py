@@ -210,21 +210,26 @@ def torchs_sgd(side: Side) -> dict[str, Tensor]:
     return side.weights(wrapped, model)
 
 
-@habit("a GAN with torch.optim.AdamW as DCGAN does it: backward of D twice, its step, then G's loss through D")
-def dcgan(side: Side) -> dict[str, Tensor]:
-    generator, judge = side.net(seed=1), side.net(lambda: Net(1), seed=2)
-    of_g, of_d = side.wrap(generator), side.wrap(judge)
-    step_g, step_d = (torch.optim.AdamW(net.parameters(), lr=RATE) for net in (generator, judge))
+def play_dcgan(side: Side, generator: Any, judge: Any, of_g: Any, of_d: Any) -> None:
+    """DCGAN's loop."""
     for step in range(3):
         z = side.x(step)
         judge.zero_grad()
         (judge(side.x(step + 50)) - 1).square().mean().backward()
         fake = generator(z)
         judge(fake.detach()).square().mean().backward()
-        step_d.step()
+        of_d.step()
         generator.zero_grad()
         (judge(fake) - 1).square().mean().backward()
-        step_g.step()
+        of_g.step()
+
+
+@habit("a GAN with torch.optim.AdamW as DCGAN does it: backward of D twice, its step, then G's loss through D")
+def dcgan(side: Side) -> dict[str, Tensor]:
+    generator, judge = side.net(seed=1), side.net(lambda: Net(1), seed=2)
+    of_g, of_d = side.wrap(generator), side.wrap(judge)
+    step_g, step_d = (torch.optim.AdamW(net.parameters(), lr=RATE) for net in (generator, judge))
+    play_dcgan(side, generator, judge, step_g, step_d)
     found = {f"g.{name}": t for name, t in side.weights(of_g, generator).items()}
     return found | {f"d.{name}": t for name, t in side.weights(of_d, judge).items()}
 

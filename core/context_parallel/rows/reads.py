@@ -11,7 +11,7 @@ READS = ("item", "tolist", "numpy", "array", "float", "int", "format", "repr", "
 DECISIONS = STATISTICS.union(READS, ("gt", "lt", "ge", "le", "eq", "softmax", "log_softmax"))
 SUM_REMEDY = (
     "Sum it over the ranks before it is read: torch.distributed.all_reduce(x, "
-    "group=parallel_state.get_context_parallel_group())"
+    "group=parallel_state.get_context_parallel_group()); means of rows, equally many on each, over their number too"
 )
 LOG_REMEDY = (
     "Take it over all ranks before it is read: torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX, "
