@@ -82,6 +82,20 @@ def test_the_cause_is_said_once_under_torchrun(who, tmp_path):
     )
 
 
+def test_a_lost_connection_is_never_the_root_cause_under_torchrun(monkeypatch, tmp_path):
+    """torchrun takes the first failure by whole seconds, and the first rank where two are equal."""
+    failed_at = {}
+    for rank, error in ((0, RuntimeError("Connection closed by peer")), (1, ValueError("the cause"))):
+        file = tmp_path / f"{rank}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        with pytest.raises((RuntimeError, SystemExit)), errors_as_one_line():
+            raise error
+        failed_at[rank] = int(json.loads(file.read_text())["message"]["extraInfo"]["timestamp"])
+    assert failed_at[1] < failed_at[0]
+
+
 def test_a_crash_is_last_under_torchrun_by_its_last_calls(monkeypatch, tmp_path):
     def deep(calls):
         return {}["x"] if calls == 0 else deep(calls - 1)

@@ -32,11 +32,12 @@ def errors_as_one_line() -> Iterator[None]:
         raise SystemExit(130) from None
     except RuntimeError as error:
         # another rank has left, and prints why
-        lost_connection = rank and "onnection" in str(error)
-        if not lost_connection:
-            show_crash(error)
+        lost_others = "onnection" in str(error)
+        if rank == 0 or not lost_others:
+            show_crash(error, lost_others=lost_others)
             raise
-        say_mistake(f"error: rank {rank} lost the others: {str(error).splitlines()[0][:100]}")
+        first_line = str(error).splitlines()[0][:100]
+        say_mistake(f"error: rank {rank} lost the others: {first_line}", lost_others=True)
         raise SystemExit(1) from None
     except (ValueError, OSError, ImportError) as error:
         # rank 0 prints without a rank: most mistakes are everybody's

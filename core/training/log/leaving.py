@@ -13,23 +13,29 @@ _HEAD_START_S = 5.0
 _LAST_CALLS = 3  # of a crash, below torchrun's lines
 
 
-def say_mistake(message: str) -> None:
-    """To standard error; under torchrun to the file that it shows below its own lines when this process failed."""
-    if not _shown_by_torchrun(message):
+def say_mistake(message: str, *, lost_others: bool = False) -> None:
+    """To standard error; under torchrun to the file that it shows below its own lines when this process failed.
+
+    lost_others: this rank ends because another one did.
+    """
+    if not _shown_by_torchrun(message, lost_others):
         print(message, file=sys.stderr, flush=True)
 
 
-def show_crash(error: BaseException) -> None:
+def show_crash(error: BaseException, *, lost_others: bool = False) -> None:
     """The last calls of a traceback, for torchrun to show last; Python prints the whole one, above its lines."""
-    _shown_by_torchrun("".join(traceback.format_exception(error, limit=-_LAST_CALLS)).rstrip())
+    crash = "".join(traceback.format_exception(error, limit=-_LAST_CALLS)).rstrip()
+    _shown_by_torchrun(crash, lost_others)
 
 
-def _shown_by_torchrun(message: str) -> bool:
+def _shown_by_torchrun(message: str, lost_others: bool) -> bool:
     """False where there is no torchrun, or no room for its file."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not file:
         return False
-    facts = {"py_callstack": f"\n{message}", "timestamp": str(int(time.time()))}
+    # torchrun's root cause is the first failure, by whole seconds: a consequence must not tie with its cause
+    failed_at = int(time.time() + (_HEAD_START_S if lost_others else 0))
+    facts = {"py_callstack": f"\n{message}", "timestamp": str(failed_at)}
     try:
         with open(file, "w", encoding="utf-8") as opened:
             json.dump({"message": {"message": message, "extraInfo": facts}}, opened)
