@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import pickle
 
+import numpy as np
 import pytest
 
 from core.models.gpt import GPTModel, gpt2_config, gpt2_spec, llama_config
@@ -62,6 +63,27 @@ def test_values_without_names_are_answered():
     for made, name in ((OptimizerConfig, "lr"), (llama_config, "num_layers")):
         with pytest.raises(ValueError, match=rf"{made.__name__} takes values by name, as {name}=3$"):
             made(3)
+
+
+@pytest.mark.parametrize(
+    "made, arguments, message",
+    [
+        (OptimizerConfig, {"lr": "1e-3", "weight_decay": "x"}, "lr='1e-3' is a str; give lr=0.001; weight_decay='x' is a"),
+        (OptimizerConfig, {"lr_warmup_steps": 1e3}, "lr_warmup_steps=1000.0 is a float; give lr_warmup_steps=1000"),
+        (llama_config, SIZES | {"hidden_size": 8.5}, "llama_config: hidden_size=8.5 is a float; give hidden_size=an int"),
+        (ParallelConfig, {"tensor": "2"}, "ParallelConfig: tensor='2' is a str; give tensor=2"),
+        (TrainingConfig, {"train_steps": float("inf")}, "train_steps=inf is a float; give train_steps=an integer"),
+    ],
+)
+def test_a_text_where_a_number_belongs_is_told(made, arguments, message):
+    with pytest.raises(ValueError) as seen:
+        made(**arguments)
+    assert message in str(seen.value)
+
+
+def test_numbers_of_other_kinds_are_taken():
+    assert OptimizerConfig(lr=1, weight_decay=np.float32(0.5)).lr == 1
+    assert TransformerConfig(**SIZES | {"num_layers": np.int64(3)}).num_layers == 3
 
 
 def test_everything_else_is_the_dataclass_s():

@@ -5,21 +5,14 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from core.data_parallel.buffers.buffers import Buffer
 from core.parallel_state.collectives import all_gather_objects
+from core.parallel_state.collectives.checks import mixed_words
 from core.parallel_state.layout import layout_of, true_part
 from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
-
-MIXED = 1 << 26  # bytes that are mixed at a time
-# odd numbers of 64 bits, as int64: constants of splitmix64 and of MurmurHash3
-_ODD = (
-    (-7046029254386353131, -4658895280553007687, -7723592293110705685),
-    (-4417276706812531889, -49064778989728563, -4265267296055464877),
-)
 
 Key = tuple[str, Any, int]
 
@@ -47,27 +40,6 @@ def _checksum(tensor: Tensor) -> str:
             tensor.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16
         ).hexdigest()
     return " ".join(f"{word & 0xFFFFFFFFFFFFFFFF:016x}" for word in mixed_words(tensor).tolist())
-
-
-def mixed_words(tensor: Tensor) -> Tensor:
-    """[2] int64 that stand for the bits of a tensor and their order, computed where it lies.
-
-    Each 8 bytes and their number pass two rounds of multiply and shift (splitmix64), then all are added: a change of
-    one word always shows, of several but for one case in 2^64, or 2^128 of both sums.
-    """
-    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for first in range(0, bits.numel(), MIXED):
-        part = bits[first : first + MIXED]
-        # a multiple of 8 bytes, in memory of its own: the storage may begin anywhere
-        words = F.pad(part, (0, -part.numel() % 8)).view(torch.int64)
-        # of each word in the whole tensor: equal words in another order must not cancel
-        number = torch.arange(first // 8, first // 8 + words.numel(), device=tensor.device)
-        for which, (a, b, c) in enumerate(_ODD):
-            mixed = (words ^ (number * a)) * b
-            mixed = (mixed ^ (mixed >> 29)) * c
-            sums[which] += (mixed ^ (mixed >> 32)).sum()
-    return sums
 
 
 def check_replicas(module: Modules, ps: ParallelState) -> None:

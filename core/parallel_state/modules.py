@@ -93,11 +93,6 @@ def _named(modules: Modules, named: _NamedTensors[T]) -> Iterator[tuple[str, T]]
                 yield name, tensor
 
 
-def may_repeat_names(modules: Modules, pipeline_ranks: int) -> bool:
-    """Whether two pipeline ranks may give other parameters one name: stages of one's own that are not numbered."""
-    return pipeline_ranks > 1 and not isinstance(modules, Mapping) and not named_stacks(modules)
-
-
 def named_stacks(modules: Modules) -> dict[str, Stack]:
     """Global name of a list of layers -> what the whole model has of them.
 

@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--tokenizer", metavar="FILE", help="a tokenizer.json; default: the folder's, or the run's")
     add("--prompt", action="append", required=True, help="given several times: a batch")
-    add("--new-tokens", type=int, default=100)
+    # Hugging Face's and Megatron's names beside ours
+    add("--new-tokens", "--max-new-tokens", "--num-tokens-to-generate", type=int, default=100)
     add(
         "--temperature",
         type=float,

@@ -234,7 +234,7 @@ def replicas(root):
     same_state(optimizer, target)
     manager.close()
     optimizer.state[model["b"].bias]["exp_avg"] += ps.rank
-    with pytest.raises(ValueError, match=r"the tensor optimizer/exp_avg/b.bias differs between rank 0 and rank 1"):
+    with pytest.raises(ValueError, match=r"optimizer/exp_avg/b.bias at .* differs between rank 0 and rank 1"):
         save(state, f"{root}/other", ps=ps)
 
 

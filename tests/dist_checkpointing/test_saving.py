@@ -353,7 +353,7 @@ def test_saves_and_loads_without_pickle(tmp_path, single, monkeypatch):
 def save_plain(root):
     ps = parallel(tp=2)
     save({"same": torch.ones(2)}, f"{root}/fine", ps=ps)
-    with pytest.raises(ValueError, match="the tensor w differs between rank 0 and rank 1: plain tensors must be the"):
+    with pytest.raises(ValueError, match=r"w at \[\(0, 3\)\] differs between rank 0 and rank 1, which both hold it"):
         save({"w": torch.full((3,), float(ps.rank))}, f"{root}/x", ps=ps)
 
 

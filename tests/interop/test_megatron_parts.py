@@ -170,9 +170,11 @@ def test_a_configuration_has_facts_only(state):
     config.finalize_model_grads_func = finalize_model_grads
     with pytest.raises(ValueError, match="tensor_model_parallel_size=2, the state has 1; leave them out"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2)
+    with pytest.raises(ValueError, match=r"has no n_head \(did you mean num_attention_heads\?\) here$"):
+        TransformerConfig(n_head=2)
     with pytest.raises(ValueError, match="has no moe_enable_deepep here; leave it out"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, moe_enable_deepep=True)
-    with pytest.raises(ValueError, match=r"no num_moe_expert \(did you mean num_moe_experts\?\) here; leave it out"):
+    with pytest.raises(ValueError, match=r"no num_moe_expert \(did you mean num_moe_experts\?\) here$"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_expert=4)
     with pytest.raises(ValueError, match=r"use_distributed_optimizer=True is another object here: DataParallel"):
         DistributedDataParallelConfig(use_distributed_optimizer=True)

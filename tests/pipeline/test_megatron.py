@@ -129,14 +129,21 @@ def more_steps():
         forward_backward(
             forward_step_func=forward_step, data_iterator=[data(), data()], model=model, num_microbatches=1
         )
-    with pytest.raises(ValueError, match="loss_func returned 1 values"):
-        one = gpt("llama", parallel=ps)
-        forward_backward(
-            forward_step_func=lambda i, m: (m(next(i)["tokens"]), lambda y: (y.sum(),)),
-            data_iterator=data(),
-            model=one,
-            num_microbatches=1,
-        )
+    for returned, told in (
+        (lambda y: (y.sum(),), "loss_func returned 1 values; return"),
+        (lambda y: y.sum(), "loss_func returned Tensor; return"),
+        (
+            lambda y: (y, {}),
+            r"loss_func returned losses of shape \[\d+, \d+\], not 1 number: return \(their mean over",
+        ),
+    ):
+        with pytest.raises(ValueError, match=told):
+            forward_backward(
+                forward_step_func=lambda i, m, loss=returned: (m(next(i)["tokens"]).flatten(1), loss),
+                data_iterator=data(),
+                model=gpt("llama", parallel=ps),
+                num_microbatches=1,
+            )
 
 
 def test_the_pipeline_is_kept_between_steps(ranks):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from core.autograd import products
-from core.data_parallel import replicas
+from core.parallel_state.collectives import checks
 from core.training.run.loader import moved_to
 from core.transformer.attention import kernels
 
@@ -66,20 +66,20 @@ def test_a_mixed_product_that_drops_what_is_there_is_not_used(monkeypatch, drops
 def test_mixed_words_tell_every_difference(dtype, monkeypatch):
     """One flipped bit anywhere, two elements that changed places, other lengths; equal for a copy."""
     x = torch.randint(0, 200, (7, 11), generator=torch.Generator().manual_seed(1)).to(dtype)
-    words = replicas.mixed_words(x).tolist()
-    assert replicas.mixed_words(x.t().contiguous().t()).tolist() == words
-    assert replicas.mixed_words(torch.cat((x[:1], x))[1:]).tolist() == words, "a view that begins inside of a storage"
+    words = checks.mixed_words(x).tolist()
+    assert checks.mixed_words(x.t().contiguous().t()).tolist() == words
+    assert checks.mixed_words(torch.cat((x[:1], x))[1:]).tolist() == words, "a view that begins inside of a storage"
     seen = {tuple(words)}
     bits = x.reshape(-1).view(torch.uint8)
     for byte in range(bits.numel()):
         bits[byte] ^= 1
-        seen.add(tuple(replicas.mixed_words(x).tolist()))
+        seen.add(tuple(checks.mixed_words(x).tolist()))
         bits[byte] ^= 1
     assert len(seen) == bits.numel() + 1
     swapped = x.reshape(-1).clone()
     swapped[[0, -1]] = swapped[[-1, 0]]
-    assert replicas.mixed_words(swapped).tolist() != words or swapped[0] == swapped[-1]
-    assert replicas.mixed_words(torch.cat((x.reshape(-1), x.reshape(-1)[:1]))).tolist() != words
-    monkeypatch.setattr(replicas, "MIXED", 16)
-    assert replicas.mixed_words(x).tolist() == words, "in parts"
-    assert replicas.mixed_words(torch.cat((x[:1], x))[1:]).tolist() == words
+    assert checks.mixed_words(swapped).tolist() != words or swapped[0] == swapped[-1]
+    assert checks.mixed_words(torch.cat((x.reshape(-1), x.reshape(-1)[:1]))).tolist() != words
+    monkeypatch.setattr(checks, "MIXED", 16)
+    assert checks.mixed_words(x).tolist() == words, "in parts"
+    assert checks.mixed_words(torch.cat((x[:1], x))[1:]).tolist() == words

@@ -22,6 +22,8 @@ TRANSFER_ALIGN = 16
 
 # of one cell: each box of it that ranks hold -> those ranks
 Holders = dict[Box, tuple[int, ...]]
+# ranks -> every (key, box) that exactly these hold, where they are several
+Replicas = Mapping[tuple[int, ...], Sequence[tuple[str, Box]]]
 
 
 class Transfer(NamedTuple):
@@ -43,6 +45,7 @@ class WritePlan:
 
     cells: Mapping[str, Sequence[tuple[Index, Box, int]]]
     waves: list[list[Transfer]]
+    replicas: Replicas = field(default_factory=dict)
 
     def owned(self, rank: int) -> list[tuple[str, Index, Box]]:
         """The cells that `rank` writes, as (key, index, box), sorted."""
@@ -89,10 +92,14 @@ def plan_writes(
     """
     unassigned = []
     # classes are cut once, however many arrays they have: the costly part for thousands of ranks
+    replicas: dict[tuple[int, ...], list[tuple[str, Box]]] = defaultdict(list)
     for keys in _array_classes(arrays, holdings).values():
         for cell in _cells_of_class(keys, arrays, holdings):
             elements = volume(cell.box)
             unassigned += [(elements * arrays[key].itemsize, key, cell) for key in keys]
+        for box, ranks in _holders_of_boxes(keys[0], holdings).items():
+            if len(ranks) > 1:
+                replicas[tuple(ranks)] += [(key, box) for key in keys]
     # the largest cells first: greedy balancing is then off by one small cell at most. Key and index break all ties,
     # so that every rank computes the same plan
     unassigned.sort(key=lambda item: (-item[0], item[1], item[2].index))
@@ -109,7 +116,8 @@ def plan_writes(
             transfers.append(Transfer(key, cell.index, box, source, owner))
     for cells_of_array in assigned.values():
         cells_of_array.sort()
-    return WritePlan(assigned, _waves_of_transfers(transfers, arrays, len(holdings), wave_bytes))
+    waves = _waves_of_transfers(transfers, arrays, len(holdings), wave_bytes)
+    return WritePlan(assigned, waves, dict(replicas))
 
 
 def plan_gathering(
@@ -161,6 +169,15 @@ def _array_classes(arrays: Arrays, holdings: Sequence[Holdings]) -> dict[str, li
         boxes_by_rank = tuple([rank_holdings.get(key, ()) for rank_holdings in holdings])
         classes[info.shape, info.tp_dim, info.stacked, info.ragged, boxes_by_rank].append(key)
     return {keys[0]: keys for keys in classes.values()}
+
+
+def _holders_of_boxes(key: str, holdings: Sequence[Holdings]) -> dict[Box, list[int]]:
+    """Each box that ranks hold of an array, in rank order -> those ranks."""
+    holders: dict[Box, list[int]] = {}
+    for rank, rank_holdings in enumerate(holdings):
+        for box in rank_holdings.get(key, ()):
+            holders.setdefault(box, []).append(rank)
+    return holders
 
 
 def _cells_of_class(

@@ -11,12 +11,12 @@ from core.dist_checkpointing.format.grid import cell_of, inner_shape
 from core.dist_checkpointing.format.zarr_metadata import Json, array_metadata
 from core.dist_checkpointing.planning.exchange import gather_json
 from core.dist_checkpointing.planning.plan import WritePlan, plan_writes
+from core.dist_checkpointing.planning.replicas import compare_replicas
 from core.dist_checkpointing.publish.manifest import FORMAT, TAGGED
 from core.dist_checkpointing.state.catalog import (
     Catalog,
     LocalCatalog,
     LocalState,
-    check_replicated,
     fingerprint,
     flatten,
     merge_catalogs,
@@ -57,6 +57,17 @@ class SavePlan:
         return sum(prod(info.shape) * info.itemsize for info in self.arrays.values())
 
 
+def _held(local_state: LocalState, holdings: Holdings) -> dict[str, list[Shard]]:
+    """The shards of this rank that count: without what is not stored, or counts on a rank before it."""
+    shards = {}
+    for key, boxes in holdings.items():
+        if boxes:
+            shards[key] = [
+                tensor.shard for tensor in local_state.shards[key] if tensor.box in boxes
+            ]
+    return shards
+
+
 class SavePlanner:
     """Keeps catalogue and plan from save to save, as long as no rank's shards change."""
 
@@ -85,7 +96,7 @@ class SavePlanner:
         report: dict[str, Any] = {}
         try:
             local_state = flatten(to_save(state))
-            catalog = to_json(local_state.arrays(), local_state.holdings())
+            catalog = to_json(local_state.arrays(), local_state.holdings(), local_state.from_first)
             report = self._report(local_state, catalog)
         except Exception as error:
             # reported to all ranks first: they wait in the exchange
@@ -98,15 +109,12 @@ class SavePlanner:
         if len({report["objects"] for report in reports}) > 1:
             objects = merge_objects(self._gather(objects))
         self._update_catalog(catalog, reports)
-        check_replicated([report["same"] for report in reports])
         stored_weights: set[str] = set().union(*[report["unequal"] for report in reports])
         (plan, arrays, metadata, holdings), derived = self._planned(stored_weights)
         version = TAGGED if tagged(list(objects.values())) else FORMAT
         facts = {"format": version, "objects": objects, "derived": derived}
-        shards = {}
-        for key, tensors in local_state.shards.items():
-            if key in arrays:
-                shards[key] = [tensor.shard for tensor in tensors]
+        shards = _held(local_state, holdings[self._ps.rank])
+        compare_replicas(plan.replicas, shards, self._ps)
         # rank 0's uuid names the attempt on all ranks
         return SavePlan(
             reports[0]["uuid"], plan, arrays, metadata, {"paracore": facts}, shards, holdings
@@ -119,7 +127,6 @@ class SavePlanner:
             "kind": fingerprint(catalog["arrays"]),
             "objects": fingerprint(local_state.objects),
             "unequal": unequal_weights(local_state),
-            "same": local_state.replicated_checksums(self._ps.config.world_size),
         }
 
     def _raise_problems(self, reports: list[dict[str, Any]], problem: Exception | None) -> None:

@@ -2,23 +2,21 @@
 
 import hashlib
 import json
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from core.dist_checkpointing.format.arrays import ArrayInfo, Arrays, Holdings, boxes_from_json
 from core.dist_checkpointing.format.keys import check_key, key_of, path_of
-from core.dist_checkpointing.state.dtensor import local_shards, mesh_size, shards_of_sharded_tensor
+from core.dist_checkpointing.state.dtensor import local_shards, shards_of_sharded_tensor
 from core.dist_checkpointing.state.leaves import encode
 from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor, refuse_freed
 from core.dist_checkpointing.state.nested import map_leaves
 from core.dist_checkpointing.state.tensors import is_dtensor, is_sharded, tensor_of, unstorable
-from core.parallel_state.flat import Box, volume, whole
+from core.parallel_state.flat import Box, volume
 
 T = TypeVar("T")
 
@@ -27,22 +25,13 @@ T = TypeVar("T")
 class LocalState:
     """A state dict of this rank, flat.
 
-    shards: key -> the shards that this rank holds of the array. objects: key -> JSON value. replicated: key of a
-    plain tensor -> how many ranks know that they hold the same: 1, or the ranks of a DTensor's mesh.
+    shards: key -> the shards that this rank holds of the array. objects: key -> JSON value. from_first: keys of which
+    the first of several holders counts.
     """
 
     shards: dict[str, list[ShardedTensor]] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
-    replicated: dict[str, int] = field(default_factory=dict)
-
-    def replicated_checksums(self, world: int) -> dict[str, int]:
-        """Name -> checksum of every tensor that must be equal on ranks which do not know of each other."""
-        checksums = {}
-        for key in sorted(self.replicated.keys() & self.shards.keys()):
-            if self.replicated[key] < world:
-                for shard in self.shards[key]:
-                    checksums[_name_with_box(shard)] = _checksum(shard.data)
-        return checksums
+    from_first: set[str] = field(default_factory=set)
 
     def arrays(self) -> dict[str, ArrayInfo]:
         """What the arrays are that this rank holds shards of. Raises ValueError: shards that disagree."""
@@ -86,13 +75,11 @@ def flatten(state: Any) -> LocalState:
 
 def _add_leaf(local: LocalState, key: str, leaf: Any) -> None:
     if is_sharded(leaf):
-        local.replicated[path_of(key)] = 1
         for shard in shards_of_sharded_tensor(key, leaf):
             _add_shard(local, shard)
         return
     if isinstance(leaf, (Tensor, np.ndarray)):
         leaf = _complete_tensor(key, leaf)
-        local.replicated[path_of(key)] = 1
         if path_of(key) in local.shards:
             raise ValueError(f"{key} is two tensors; give them one key each")
     if isinstance(leaf, ShardedTensor):
@@ -131,14 +118,13 @@ def _complete_tensor(key: str, leaf: Tensor | np.ndarray) -> ShardedTensor:
 def _add_shard(local: LocalState, shard: ShardedTensor) -> None:
     path = path_of(shard.key)
     if is_dtensor(shard.data):
-        local.replicated[path] = mesh_size(shard.data)
         for local_shard in local_shards(shard):
             _add_shard(local, local_shard)
         return
     if problem := unstorable(shard.data):
         raise ValueError(f"{shard.key} is {problem}")
-    if shard.compared:
-        local.replicated[path] = 1
+    if shard.from_first:
+        local.from_first.add(path)
     if path != shard.key:
         stack = path_of(shard.stack) if shard.stack else ""
         shard = replace(shard, key=path, stack=stack)
@@ -148,18 +134,6 @@ def _add_shard(local: LocalState, shard: ShardedTensor) -> None:
     elif not shards:
         # a rank may hold padding only: then it holds nothing of this array
         local.shards.pop(path)
-
-
-def _name_with_box(shard: ShardedTensor) -> str:
-    is_complete = shard.box == whole(shard.global_shape)
-    if is_complete:
-        return shard.key
-    return f"{shard.key} at {shard.box}"
-
-
-def _checksum(tensor: Tensor) -> int:
-    data = tensor.detach().cpu().contiguous().flatten()
-    return zlib.crc32(data.view(torch.uint8).numpy().data)
 
 
 def _encoded(item: ShardedObject) -> Any:
@@ -195,11 +169,12 @@ def _without_keys(by_key: Mapping[str, T], keys: Sequence[str] | set[str]) -> di
 LocalCatalog = dict[str, Any]
 
 
-def to_json(arrays: Arrays, holdings: Holdings) -> LocalCatalog:
+def to_json(arrays: Arrays, holdings: Holdings, from_first: Collection[str] = ()) -> LocalCatalog:
     """One rank's share of the catalogue, as a message.
 
     arrays: key -> what it is. boxes: the different lists of boxes. lies: for each key, sorted, the number of its
-    list: a parameter's weight, main copy and moments are cut alike, so most lists are sent once.
+    list: a parameter's weight, main copy and moments are cut alike, so most lists are sent once. from_first: of
+    these keys the first of several holders counts.
     """
     numbers: dict[Any, int] = {}  # list of boxes -> its number
     number_by_key = [numbers.setdefault(holdings[key], len(numbers)) for key in sorted(arrays)]
@@ -207,6 +182,7 @@ def to_json(arrays: Arrays, holdings: Holdings) -> LocalCatalog:
         "arrays": {key: info.to_json() for key, info in arrays.items()},
         "boxes": list(numbers),
         "lies": number_by_key,
+        "from_first": sorted(from_first),
     }
 
 
@@ -247,6 +223,8 @@ def merge_catalogs(catalogs: Sequence[LocalCatalog]) -> Catalog:
     # key -> the first rank that has it, for the message
     first_rank: dict[str, int] = {}
     holdings: list[Holdings] = []
+    # of arrays whose first holder counts
+    held: set[tuple[str, Box]] = set()
     checked = None
     for rank, local in enumerate(catalogs):
         # ranks of a pipeline stage share one table, by `with_repeated_arrays`: it is checked once
@@ -258,7 +236,13 @@ def merge_catalogs(catalogs: Sequence[LocalCatalog]) -> Catalog:
                 _check_same_info(key, arrays.setdefault(key, info), info, (first_rank[key], rank))
         boxes = [boxes_from_json(boxes_of_array) for boxes_of_array in local["boxes"]]
         boxes_by_key = [boxes[number] for number in local["lies"]]
-        holdings.append(dict(zip(sorted(checked), boxes_by_key, strict=True)))
+        rank_holdings = dict(zip(sorted(checked), boxes_by_key, strict=True))
+        for key in local["from_first"]:
+            rank_holdings[key] = tuple(
+                [box for box in rank_holdings[key] if (key, box) not in held]
+            )
+            held.update([(key, box) for box in rank_holdings[key]])
+        holdings.append(rank_holdings)
     _check_nesting(arrays)
     return Catalog(arrays, holdings)
 
@@ -281,22 +265,6 @@ def _check_nesting(arrays: Mapping[str, ArrayInfo]) -> None:
             outer = "/".join(names[:length])
             if outer in arrays:
                 raise ValueError(f"{key} would lie inside the array {outer}; rename one of them")
-
-
-def check_replicated(checksums_by_rank: Sequence[Mapping[str, int]]) -> None:
-    """Raises ValueError: a plain tensor that is not the same on two ranks that have it."""
-    # key -> (rank, checksum) of the first rank that has it
-    first: dict[str, tuple[int, int]] = {}
-    for rank, checksums in enumerate(checksums_by_rank):
-        for key, checksum in checksums.items():
-            first_rank, first_checksum = first.setdefault(key, (rank, checksum))
-            if first_checksum != checksum:
-                raise ValueError(
-                    f"the tensor {key} differs between rank {first_rank} and rank {rank}: plain tensors must be the "
-                    "same on all ranks (a DTensor: outside of its mesh); give parts as ShardedTensor, as "
-                    "`model.sharded_state_dict()` does, or DTensors of a mesh of all ranks. Of a pipeline's stages "
-                    "with equal names give a mapping {stage number: module} to DataParallel and sharded_state_dict"
-                )
 
 
 def merge_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -16,11 +16,6 @@ from core.parallel_state.flat import slices
 Intervals = list[tuple[int, int]]
 
 
-def mesh_size(tensor: Any) -> int:
-    """The number of ranks of the mesh, which know of each other's shards."""
-    return tensor.device_mesh.size()
-
-
 def local_shards(sharded: ShardedTensor) -> list[ShardedTensor]:
     """This rank's boxes of a DTensor, in its memory, without padding; none on a rank outside of its mesh.
 

@@ -25,7 +25,6 @@ from core.parallel_state.layout import Layout, layout_of, true_part
 from core.parallel_state.modules import (
     Modules,
     Stack,
-    may_repeat_names,
     named_buffers,
     named_parameters,
     named_stacks,
@@ -45,8 +44,8 @@ class ShardedTensor:
     tp_dim: the dim that tensor parallelism cuts (or `axis`: that of experts), which the grid of cells follows.
     stack: of a layer's parameter, the name of the list of layers, for those who want single layers back. layers: the
     numbers of those that have it, where only some of the model's `depth` do.
-    local: what `load` gives back instead of `data`: the parameter with its padded rows. compared: `save` checks that
-    ranks with the same box hold the same values.
+    local: what `load` gives back instead of `data`: the parameter with its padded rows. from_first: of ranks with the
+    same box the first one's values count, as of running statistics; else `save` refuses other values of one box.
     """
 
     key: str
@@ -61,7 +60,7 @@ class ShardedTensor:
     layers: tuple[int, ...] = ()
     depth: int = 0
     axis: str = "tp"
-    compared: bool = False
+    from_first: bool = False
 
     def __post_init__(self) -> None:
         dims = self.prepend_axis_num + self.data.dim()
@@ -203,7 +202,7 @@ class Mapper:
     """Makes sharded tensors of one rank: its coordinates in the mesh, and which lists of layers are stacks.
 
     by_layer: keys in stacks of which some layers have nothing to save, as frozen ones have no states: an array each.
-    compared: of all that it makes.
+    from_first: of all that it makes.
     """
 
     def __init__(
@@ -212,9 +211,9 @@ class Mapper:
         stacks: Stacks,
         by_layer: Collection[str] = (),
         *,
-        compared: bool = False,
+        from_first: bool = False,
     ) -> None:
-        self._compared = compared
+        self._from_first = from_first
         self._coordinate = ps.coordinate
         self._sizes = ps.sizes
         self._by_layer = by_layer
@@ -299,7 +298,7 @@ class Mapper:
             layers=some_layers,
             depth=depth,
             axis=axis,
-            compared=self._compared,
+            from_first=self._from_first,
         )
 
     def state_shard(
@@ -319,17 +318,17 @@ def sharded_state_dict(
     """name -> this rank's shard of every parameter and persistent buffer of a module, or of a pipeline's stages.
 
     Keys are `model/<prefix><name>`. A parameter lies as its `Layout` says; one without a layout, and every buffer,
-    is the same on all ranks. A parameter shared by several names is there once. Stages of one's own in a mapping
-    stage -> module have names of their own; else `save` refuses other values of one name on two pipeline ranks.
+    is the same on all ranks: of buffers the first rank's count. A parameter shared by several names is there once.
+    Stages of one's own in a mapping stage -> module have names of their own; else `save` refuses other values of one
+    name on two pipeline ranks.
     """
     stacks = {prefix + name: stack for name, stack in named_stacks(modules).items()}
-    mapper = Mapper(ps, stacks, compared=may_repeat_names(modules, ps.size("pp")))
+    mapper = Mapper(ps, stacks)
     tensors = {}
     for name, parameter in named_parameters(modules):
         full_name = prefix + name
         tensors[full_name] = mapper.parameter("model", full_name, parameter, layout_of(parameter))
-    # of buffers any rank's counts
-    mapper = Mapper(ps, stacks)
+    mapper = Mapper(ps, stacks, from_first=True)
     for name, buffer in named_buffers(modules):
         key = prefix + name
         tensors[key] = mapper.parameter("model", key, buffer, Layout(tuple(buffer.shape)))

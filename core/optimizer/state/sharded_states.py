@@ -16,7 +16,6 @@ from core.optimizer.state.state_buffers import StateBuffer
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import Layout, Slices, layout_of, true_part
 from core.parallel_state.modules import (
-    may_repeat_names,
     named_buffers,
     named_parameters,
     named_stacks,
@@ -221,8 +220,7 @@ def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[Sh
     shard.copies.send()
     if shard.zero_stage < 3:
         return dict(module_state_dict(shard.module, shard.ps))
-    repeats = may_repeat_names(shard.module, shard.ps.size("pp"))
-    mapper = Mapper(shard.ps, named_stacks(shard.module), compared=repeats)
+    mapper = Mapper(shard.ps, named_stacks(shard.module))
     state: dict[str, ShardedTensor | list[ShardedTensor]] = {}
     # trainable parameters: intervals of the flat buffers
     for buffer in shard.buffers:
@@ -235,7 +233,7 @@ def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[Sh
     for name, parameter in named_parameters(shard.module):
         if name not in trainable:
             state[name] = mapper.parameter("model", name, parameter, layout_of(parameter))
-    mapper = Mapper(shard.ps, named_stacks(shard.module))
+    mapper = Mapper(shard.ps, named_stacks(shard.module), from_first=True)
     for name, tensor in named_buffers(shard.module):
         state[name] = mapper.parameter("model", name, tensor, Layout(tuple(tensor.shape)))
     return state

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from core.parallel_state.collectives.groups import Group
@@ -52,6 +53,14 @@ def compare_across_ranks(op: str, x: Tensor, group: Group) -> None:
         )
 
 
+MIXED = 1 << 26  # bytes that are mixed at a time
+# odd numbers of 64 bits, as int64: constants of splitmix64 and of MurmurHash3
+_ODD = (
+    (-7046029254386353131, -4658895280553007687, -7723592293110705685),
+    (-4417276706812531889, -49064778989728563, -4265267296055464877),
+)
+_BLOCK = 1024  # words of 8 bytes that `block_sums` adds up
+
 # A prime: of a power of two neither a sign that is turned nor 1024 numbers that are doubled leave a trace. Below
 # 2^31, so that products with a small number are exact in float64.
 MODULUS = (1 << 31) - 1
@@ -66,6 +75,43 @@ def checksum(tensor: Tensor) -> Tensor:
     flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     integers = flat.detach().contiguous().view(-1).view(_INTEGER_OF_SIZE[flat.itemsize])
     return integers.sum(dtype=torch.int64) % MODULUS
+
+
+def mixed_words(tensor: Tensor) -> Tensor:
+    """[2] int64 that stand for the bits of a tensor and their order, computed where it lies.
+
+    Each 8 bytes and their number pass two rounds of multiply and shift (splitmix64), then all are added: a change of
+    one word always shows, of several but for one case in 2^64, or 2^128 of both sums.
+    """
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for first in range(0, bits.numel(), MIXED):
+        part = bits[first : first + MIXED]
+        # a multiple of 8 bytes, in memory of its own: the storage may begin anywhere
+        words = F.pad(part, (0, -part.numel() % 8)).view(torch.int64)
+        # of each word in the whole tensor: equal words in another order must not cancel
+        number = torch.arange(first // 8, first // 8 + words.numel(), device=tensor.device)
+        for which, (a, b, c) in enumerate(_ODD):
+            mixed = (words ^ (number * a)) * b
+            mixed = (mixed ^ (mixed >> 29)) * c
+            sums[which] += (mixed ^ (mixed >> 32)).sum()
+    return sums
+
+
+def block_sums(tensor: Tensor) -> Tensor:
+    """int64, 1-D: the sums of blocks of 8 KiB of its bits, and what is behind the last block as it is.
+
+    To be mixed: a sum knows no order, so `mixed_words` of them sees what changes any block's sum. A thousandth of the
+    tensor, at the speed of its memory.
+    """
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if bits.storage_offset() % 8:
+        # words begin at multiples of 8 only
+        bits = bits.clone()
+    in_blocks = bits.numel() - bits.numel() % (8 * _BLOCK)
+    sums = bits[:in_blocks].view(torch.int64).view(-1, _BLOCK).sum(1)
+    rest = F.pad(bits[in_blocks:], (0, -bits.numel() % 8)).view(torch.int64)
+    return torch.cat((sums, rest))
 
 
 def fingerprint(x: Tensor) -> Tensor:

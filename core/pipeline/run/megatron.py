@@ -200,14 +200,22 @@ def _cached_pipeline(
 def _average_like_megatron(outputs: tuple, num_microbatches: int) -> tuple[Tensor, Any]:
     """Megatron's rule: the mean over microbatches of the losses, each divided by its tokens if they were returned.
 
-    Raises ValueError: `loss_func` returned neither 2 nor 3 values.
+    Raises ValueError: `loss_func` returned neither 2 nor 3 values, or a loss that is not 1 number.
     """
-    if len(outputs) not in (2, 3):
+    is_sequence = isinstance(outputs, (tuple, list))
+    if not is_sequence or len(outputs) not in (2, 3):
+        returned = f"{len(outputs)} values" if is_sequence else type(outputs).__name__
         raise ValueError(
-            f"loss_func returned {len(outputs)} values; return (loss, report) or (loss, num_tokens, report)"
+            f"loss_func returned {returned}; return (loss, report) or (loss, num_tokens, report)"
         )
     loss = outputs[0]
     report = outputs[-1]
+    if loss.numel() != 1:
+        raise ValueError(
+            f"loss_func returned losses of shape {list(loss.shape)}, not 1 number: return (their mean over the "
+            "tokens that the mask leaves, report), as in `(losses * mask).sum() / mask.sum()`, or (their sum, "
+            "num_tokens, report)"
+        )
     if len(outputs) == 3:
         loss = loss / torch.as_tensor(outputs[1], device=loss.device).clamp(min=1)
     return loss / num_microbatches, report

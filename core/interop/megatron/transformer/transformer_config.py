@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from core.elsewhere import ELSEWHERE
 from core.parallel_state import current_state, model_parallel_is_initialized
 from core.transformer.transformer_config import RotaryScaling
 from core.transformer.transformer_config import TransformerConfig as ModelConfig
@@ -129,9 +130,15 @@ def _not_here(unknown: list[str]) -> str:
     shown = []
     for name in unknown:
         near = [] if "=" in name else get_close_matches(name, known, n=1, cutoff=0.8)
+        # other people's name of a model's field
+        part, _, field = ELSEWHERE.get(name, "").partition(".")
+        if part == "model" and field in _MODEL_FIELDS:
+            near = [field]
         shown.append(f"{name} (did you mean {near[0]}?)" if near else name)
-    remedy = f"leave {'it' if len(unknown) == 1 else 'them'} out (docs/from_megatron.md)"
-    return f"TransformerConfig has no {', '.join(shown)} here; {remedy}"
+    told = f"TransformerConfig has no {', '.join(shown)} here"
+    if all("did you mean" in name for name in shown):
+        return told
+    return f"{told}; leave {'it' if len(unknown) == 1 else 'them'} out (docs/from_megatron.md)"
 
 
 # Megatron's, where they are not our own
