@@ -68,9 +68,17 @@ def test_values_without_names_are_answered():
 @pytest.mark.parametrize(
     "made, arguments, message",
     [
-        (OptimizerConfig, {"lr": "1e-3", "weight_decay": "x"}, "lr='1e-3' is a str; give lr=0.001; weight_decay='x' is a"),
+        (
+            OptimizerConfig,
+            {"lr": "1e-3", "weight_decay": "x"},
+            "lr='1e-3' is a str; give lr=0.001; weight_decay='x' is a",
+        ),
         (OptimizerConfig, {"lr_warmup_steps": 1e3}, "lr_warmup_steps=1000.0 is a float; give lr_warmup_steps=1000"),
-        (llama_config, SIZES | {"hidden_size": 8.5}, "llama_config: hidden_size=8.5 is a float; give hidden_size=an int"),
+        (
+            llama_config,
+            SIZES | {"hidden_size": 8.5},
+            "llama_config: hidden_size=8.5 is a float; give hidden_size=an",
+        ),
         (ParallelConfig, {"tensor": "2"}, "ParallelConfig: tensor='2' is a str; give tensor=2"),
         (TrainingConfig, {"train_steps": float("inf")}, "train_steps=inf is a float; give train_steps=an integer"),
     ],

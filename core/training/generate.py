@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from core.datasets.corpus.conversations import ChatTemplate
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
 from core.datasets.tokenizers.folder import stop_tokens, without_tokenizer
 from core.dist_checkpointing.publish.manifest import MANIFEST
@@ -31,7 +32,7 @@ from core.parallel_state.environment import started_processes
 from core.training.generation import generate as generate
 from core.training.generation import generate_batch as generate_batch
 from core.training.log.console import errors_as_one_line
-from core.training.run.facts import model_of_checkpoint, tokenizer_of_checkpoint
+from core.training.run.facts import model_of_checkpoint, tokenizer_file, tokenizer_of_checkpoint
 from core.training.sampling import Sampling
 
 
@@ -51,6 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--tokenizer", metavar="FILE", help="a tokenizer.json; default: the folder's, or the run's")
     add("--prompt", action="append", required=True, help="given several times: a batch")
+    add("--chat", action="store_true", help="each prompt is a user's message, in the chat template")
+    add("--system", metavar="TEXT", help="the system's message before it, with --chat")
     # Hugging Face's and Megatron's names beside ours
     add("--new-tokens", "--max-new-tokens", "--num-tokens-to-generate", type=int, default=100)
     add(
@@ -92,12 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_checkpoint and options.source is None:
         arguments_of_model = model_of_checkpoint(options.model)
         tokenizer = tokenizer_of_checkpoint(options.model, options.tokenizer, options.end_of_text)
+        file = tokenizer_file(options.model, options.tokenizer)
     else:
         arguments_of_model = from_huggingface(source).arguments()
-        tokenizer = load_tokenizer(
-            options.tokenizer or source / "tokenizer.json", options.end_of_text
-        )
+        file = Path(options.tokenizer or source / "tokenizer.json")
+        tokenizer = load_tokenizer(file, options.end_of_text)
     stop = _stop(options, source if not is_checkpoint or options.source else None, tokenizer)
+    prompts = _prompt_tokens(options, tokenizer, file)
     # the embedding may have more rows than the tokenizer tokens (padding), never fewer
     if tokenizer.vocab_size > (vocab_size := arguments_of_model["vocab_size"]):
         raise ValueError(
@@ -113,7 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             load({"model": model.sharded_state_dict()}, options.model, ps=ps, cast=True)
         else:
             load_huggingface(model, source)
-        _print_texts(model, tokenizer, options.prompt, options.new_tokens, sampling, stop, ps)
+        shown = [] if options.chat else options.prompt
+        _print_texts(model, tokenizer, prompts, shown, options.new_tokens, sampling, stop, ps)
         ps.leave()
         destroy_model_parallel()
     return 0
@@ -135,6 +140,33 @@ def _stop(options: argparse.Namespace, folder: Path | None, tokenizer: AnyTokeni
     said: Any = run.get("tokenizer") or {}
     turns = said.get("answer_ends", [])
     return sorted({*end, *turns, *(stop_tokens(began) if began is not None else [])})
+
+
+def _prompt_tokens(
+    options: argparse.Namespace, tokenizer: AnyTokenizer, file: Path | None
+) -> list[list[int]]:
+    """Of each prompt: as transformers makes them for a model of a folder; a model of ours has seen texts as they are.
+
+    file: of the tokenizer; a chat template lies beside it. Raises ValueError: --chat without one.
+    """
+    if not options.chat:
+        if options.system is not None:
+            raise ValueError("--system is a message of a chat; give --chat too")
+        begins = options.source is not None or not (Path(options.model) / MANIFEST).exists()
+        if not begins:
+            folder, _ = origin(open_stored(options.model).run)
+            begins = folder is not None
+        return [tokenizer.encode_prompt(prompt, begins=begins) for prompt in options.prompt]
+    if file is None:
+        raise ValueError(
+            "--chat needs a chat template, and this run had bytes for tokens; leave it out"
+        )
+    template = ChatTemplate(file.parent)
+    system = [] if options.system is None else [{"role": "system", "content": options.system}]
+    return [
+        template.question([*system, {"role": "user", "content": prompt}])
+        for prompt in options.prompt
+    ]
 
 
 def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bool) -> None:
@@ -161,14 +193,17 @@ def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bo
 def _print_texts(
     model: GPTModel,
     tokenizer: AnyTokenizer,
+    tokens: list[list[int]],
     prompts: list[str],
     new_tokens: int,
     sampling: Sampling,
     stop: list[int],
     ps: ParallelState,
 ) -> None:
-    """Prints each text; of a single prompt each token as soon as it is known."""
-    tokens = [tokenizer.encode(prompt) for prompt in prompts]
+    """Prints each text; of a single prompt each token as soon as it is known.
+
+    tokens: of each prompt. prompts: as they were given, shown before what follows; empty: only that is shown.
+    """
     # which may differ from the prompt: some tokenizers change case or spaces
     shown = tokenizer.decode(tokens[0])
     new: list[int] = []
@@ -182,8 +217,8 @@ def _print_texts(
             print(text[len(shown) :], end="", flush=True)
             shown = text
 
-    alone = len(prompts) == 1
-    if alone and ps.rank == 0:
+    alone = len(tokens) == 1
+    if alone and prompts and ps.rank == 0:
         print(prompts[0], end="", flush=True)
     texts = generate_batch(
         model,
@@ -194,7 +229,11 @@ def _print_texts(
         on_token=stream if alone else None,
     )
     if ps.rank == 0:
-        print("" if alone else "\n\n".join(map(tokenizer.decode, texts)))
+        told = []
+        for number, (text, prompt) in enumerate(zip(texts, tokens, strict=True)):
+            before = prompts[number] if prompts else ""
+            told.append(before + tokenizer.decode(text)[len(tokenizer.decode(prompt)) :])
+        print("" if alone else "\n\n".join(told))
         last = model.max_sequence_length
         if any(
             len(text) == last < len(prompt) + new_tokens

@@ -7,8 +7,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import tokenizers as hf_tokenizers
 import torch
 import transformers
+from tokenizers.processors import TemplateProcessing
 
 from core.datasets import load_tokenizer, train_tokenizer
 from core.datasets.tokenizers.folder import stop_tokens
@@ -131,3 +133,56 @@ def test_a_text_ends_where_the_folder_says(folder, tmp_path, capsys):
     assert stop_tokens(tmp_path / "first") == [7]
     (tmp_path / "first" / "config.json").unlink()
     assert stop_tokens(tmp_path / "first") == []
+
+
+@pytest.fixture(scope="module")
+def chatty(folder, tmp_path_factory):
+    """The folder with a token before each text, and a chat template whose turns are special tokens."""
+    chatty = tmp_path_factory.mktemp("chatty")
+    shutil.copytree(folder, chatty, dirs_exist_ok=True)
+    inner = hf_tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = ["<|begin|>", "<|turn|>", "<|endoftext|>"]
+    inner.add_special_tokens(names)
+    begin = inner.token_to_id("<|begin|>")
+    inner.post_processor = TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", begin)])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, bos_token=names[0], eos_token=names[2])
+    fast.chat_template = (
+        "<|begin|>{% for m in messages %}<|turn|>{{ m.role }} {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>assistant {% endif %}"
+    )
+    fast.save_pretrained(chatty)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.vocab_size = len(fast)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(chatty)
+    return chatty
+
+
+def greedy(folder, ids):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
+
+
+def test_prompts_are_read_as_transformers_reads_them(chatty, tmp_path, capsys):
+    """What begins a text, special tokens that a prompt spells out, and the chat template."""
+    hf = transformers.AutoTokenizer.from_pretrained(chatty)
+    import_huggingface(chatty, str(tmp_path / "ckpt"))
+    for prompt in ("import os", "<|begin|><|turn|>user x\n<|turn|>assistant "):
+        expected = prompt + hf.decode(greedy(chatty, hf(prompt)["input_ids"])) + "\n"
+        assert main([str(chatty), "--prompt", prompt, "--max-new-tokens", "8"]) == 0
+        assert capsys.readouterr().out == expected
+        assert main([str(tmp_path / "ckpt"), "--source", str(chatty), "--prompt", prompt, "--new-tokens", "8"]) == 0
+        assert capsys.readouterr().out == expected
+    for system in ([], ["short"]):
+        chat = [{"role": "system", "content": text} for text in system] + [{"role": "user", "content": "def f("}]
+        ids = hf.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        words = [word for text in system for word in ("--system", text)]
+        assert main([str(chatty), "--chat", *words, "--prompt", "def f(", "--new-tokens", "8"]) == 0
+        assert capsys.readouterr().out == hf.decode(greedy(chatty, ids)) + "\n", "the answer alone"
+
+
+def test_a_chat_needs_its_template(folder):
+    with pytest.raises(ValueError, match="so no chat template for messages; copy the file"):
+        main([str(folder), "--chat", "--prompt", "x"])
+    with pytest.raises(ValueError, match="--system is a message of a chat; give --chat too"):
+        main([str(folder), "--system", "short", "--prompt", "x"])

@@ -100,6 +100,13 @@ class ChatTemplate:
             answers.append(any(start <= first < last <= stop for start, stop in spans))
         return Conversation(encoded["input_ids"], answers)
 
+    def question(self, messages: list[Mapping[str, Any]]) -> list[int]:
+        """A chat as far as the header of the answer that is to come."""
+        text = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
 
 def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> bool:
     """Whether the first row of each file is a chat, or a prompt with its answer.

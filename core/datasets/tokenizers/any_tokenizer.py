@@ -46,6 +46,13 @@ class AnyTokenizer(Protocol):
         """The token ids of each text."""
         ...
 
+    def encode_prompt(self, text: str, *, begins: bool) -> list[int]:
+        """The token ids of what a person writes to a model: special tokens that it spells out are these tokens.
+
+        begins: with what the tokenizer's file puts around a text, as transformers does (`<|begin_of_text|>`).
+        """
+        ...
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`."""
         ...

@@ -25,6 +25,10 @@ class ByteTokenizer:
             refuse_surrogates(text, number)
         return [list(text.encode()) for text in texts]
 
+    def encode_prompt(self, text: str, *, begins: bool) -> list[int]:
+        """As `encode`: no text spells out the end of text, and nothing stands around one."""
+        return self.encode(text)
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are no UTF-8 become U+FFFD, the end of text becomes nothing.
 

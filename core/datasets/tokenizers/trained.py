@@ -118,6 +118,18 @@ class Tokenizer:
             raise error  # not text at all
         return [encoding.ids for encoding in encodings]
 
+    def encode_prompt(self, text: str, *, begins: bool) -> list[int]:
+        """The token ids of what a person writes to a model: special tokens that it spells out are these tokens.
+
+        begins: with what the file's post-processor puts around a text, as transformers does (`<|begin_of_text|>`).
+        """
+        refuse_surrogates(text, 0)
+        self._inner.encode_special_tokens = False
+        try:
+            return self._inner.encode(text, add_special_tokens=begins).ids
+        finally:
+            self._inner.encode_special_tokens = True
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; a token that cuts a character in two decodes to U+FFFD when it stands alone."""
         return self._inner.decode(list(ids), skip_special_tokens=False)

@@ -74,10 +74,8 @@ def model_of_checkpoint(checkpoint: str | Path) -> dict[str, Any]:
     return model.arguments(model.vocab_size or 1, length.get("data.sequence_length") or 1)
 
 
-def tokenizer_of_checkpoint(
-    checkpoint: str | Path, file: str | None = None, end_of_text: str | None = None
-) -> AnyTokenizer:
-    """The tokenizer of the run, or the one in `file`. Raises ValueError: it is not there, or is another one."""
+def tokenizer_file(checkpoint: str | Path, file: str | None = None) -> Path | None:
+    """`file`, or the one that the run had; None: its tokens are bytes. Raises ValueError: it is not there."""
     saved: Any = open_stored(checkpoint).run.get("tokenizer", {})
     path = file if file is not None else saved.get("path")
     if file is None and not saved:
@@ -86,6 +84,15 @@ def tokenizer_of_checkpoint(
         raise ValueError(
             f"the tokenizer of {checkpoint}, {path}, is not there; give --tokenizer FILE"
         )
+    return None if path is None else Path(path)
+
+
+def tokenizer_of_checkpoint(
+    checkpoint: str | Path, file: str | None = None, end_of_text: str | None = None
+) -> AnyTokenizer:
+    """The tokenizer of the run, or the one in `file`. Raises ValueError: it is not there, or is another one."""
+    path = tokenizer_file(checkpoint, file)
+    saved: Any = open_stored(checkpoint).run.get("tokenizer", {})
     tokenizer = load_tokenizer(
         path, end_of_text if end_of_text is not None else saved.get("end_of_text")
     )
