@@ -78,9 +78,11 @@ class Agreement:
         """Checksums of dense and of experts' weights that are whole here: [2]; 0 where nobody wrote, but to look."""
         totals: list[Tensor | float] = [0.0, 0.0]
         for buffer in self._buffers:
+            kind = 0 if buffer.bucket.group == "dp-cp" else 1
             if (look or buffer.written) and buffer.whole_for_program:
-                kind = 0 if buffer.bucket.group == "dp-cp" else 1
                 totals[kind] = totals[kind] + (checksum(buffer.values) + 1).double()
+            if buffer.written_in_unit is not None:
+                totals[kind] = totals[kind] + buffer.written_in_unit.double()
         if look or self._frozen.written:
             for kind, number in self._frozen.checksums():
                 totals[kind] = totals[kind] + number
@@ -101,7 +103,10 @@ class Agreement:
         if self._ps.world is not None:
             look = not step & (step - 1)
             written = self._frozen.look_for_writes()
-            if look or written or any([buffer.written for buffer in self._buffers]):
+            in_buffers = [
+                buffer.written or buffer.written_in_unit is not None for buffer in self._buffers
+            ]
+            if look or written or any(in_buffers):
                 numbers = torch.cat((self.weights(look=look), self._no_numbers[:1]))
         return torch.cat(
             (missing_bits, missing_bits.new_full((1,), options), changes.reshape(1), numbers)
@@ -290,9 +295,10 @@ _OTHER_GRADIENTS = (
 )
 _OTHER_WEIGHTS = (
     "the weights of rank {rank} are not those of rank {holder}, which trains the same parameters on other data: "
-    "written by hand with other values, loaded or drawn on one rank only, or updated by a rank's own gradient "
-    "(torch.autograd.grad). Load and write the same on all ranks, and average gradients over "
-    "parallel_state.get_data_parallel_group(), or call loss.backward() and an optimizer"
+    "written by hand with other values, loaded or drawn on one rank only, updated by a rank's own gradient "
+    "(torch.autograd.grad), or by a forward from its own inputs (Embedding(max_norm=)). "
+    "Load and write the same on all ranks, and average gradients over parallel_state.get_data_parallel_group(), or "
+    "call loss.backward() and an optimizer"
 )
 _OTHER_READS = (
     "here p.grad is asked for by {asked_for}; not so on every rank (`if rank == 0: print(p.grad.norm())`?): its "

@@ -1,6 +1,7 @@
 """Habits by which replicas drift apart: numbers of one rank's own, updates by hand, a read on one rank."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,33 @@ def head_outside(side: Side) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return side.weights(wrapped, model)
+
+
+def by_inputs(side: Side, make: Callable[[], nn.Module]) -> dict[str, Tensor]:
+    """The rows that a rank's own inputs name are written in forward, of a layer or beside the layers."""
+    model = side.net()
+    model.layers = nn.ModuleList(make().double() for _ in range(2))
+    model.first = make().double()
+    optimizer = side.wrap(model)
+    steps(side, model, optimizer)
+    return side.weights(optimizer, model)
+
+
+class Renormed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 6, max_norm=0.7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table((x[..., 0].abs() * 7).long() % 20)
+
+
+habit(
+    "nn.Embedding(max_norm=): each rank's forward renorms the rows that it reads",
+    WEIGHTS,
+    "the rows of all ranks: with torch.no_grad(): a renorm of the whole table after the step",
+    outcome="refused",
+)(partial(by_inputs, make=Renormed))
 
 
 def add_(p: Tensor, g: Tensor) -> None:

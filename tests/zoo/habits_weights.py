@@ -197,6 +197,21 @@ def constrained(side: Side) -> dict[str, Tensor]:
     return side.weights(optimizer, model)
 
 
+@habit("weight constraints in forward: self.weight.clamp_() under no_grad")
+def constrained_in_place(side: Side) -> dict[str, Tensor]:
+    class Clamps(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.up.weight.clamp_(-0.2, 0.2)
+            return super().forward(x)
+
+    model = side.net()
+    model.layers = nn.ModuleList(Clamps().double() for _ in range(2))
+    optimizer = side.wrap(model)
+    steps(side, model, optimizer)
+    return side.weights(optimizer, model)
+
+
 @habit("an L2 penalty over model.parameters() in the loss", **TOLD3)
 def regularised(side: Side) -> dict[str, Tensor]:
     model = side.net()

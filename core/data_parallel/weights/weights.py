@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from core.data_parallel.weights.freed import FreedParameter, GatheredParameter, set_data
 from core.parallel_state.collectives import Group, own_part, start_gather_parts
+from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.ops import PendingCollective
 from core.parallel_state.flat import Bucket
 from core.parallel_state.state import ParallelState
@@ -103,6 +104,10 @@ class Weights:
         self.gathered = True
         # whether `take_weights` found anything that the program wrote since the last step
         self.written = False
+        # Stage 3: of what a unit's own forward wrote into its weights (`max_norm`) since the last step
+        self.written_in_unit: Tensor | None = None
+        # the versions that this left, which a graph of that forward has saved
+        self._written_versions: tuple[int, ...] = ()
         if self.stage == 3:
             if on_meta:
                 self.weights = torch.zeros_like(self.weights)
@@ -184,6 +189,10 @@ class Weights:
                     parameter.__class__ = kind
             self._set_data(self._full_weights)
             self._set_versions(self.updates)
+            if self._written_versions:
+                torch._C._autograd._unsafe_set_version_counter(
+                    self._parameter_tuple, self._written_versions
+                )
 
     def free(self, *, keep: bool = True) -> None:
         """Stage 3: free the memory of full parameters, if it is not lent; keep: what was written counts."""
@@ -248,8 +257,14 @@ class Weights:
             self.written = self.written or versions != self._versions_published
             return
         assert self.ranks is not None
-        if self.written or versions != self.updates * len(self.parameters):
+        published = sum(self._written_versions) or self.updates * len(self.parameters)
+        if self.written or versions != published:
             self.weights.copy_(own_part(self._storage.flat, self.ranks))
+            # freed before ranks meet: what each of them wrote would be kept in parts
+            if not self.whole_for_program:
+                before = 0 if self.written_in_unit is None else self.written_in_unit
+                self.written_in_unit = checksum(self.values) + before
+                self._written_versions = tuple([p._version for p in self.parameters])
 
     @property
     def whole_for_program(self) -> bool:
@@ -298,6 +313,8 @@ class Weights:
     def publish(self) -> None:
         """`weights` have changed: start to send them to the other ranks. Stages 1, 2: all-gather over `ranks`."""
         self.updates += 1
+        self.written_in_unit = None
+        self._written_versions = ()
         if self.stage < 3:
             versions = tuple(parameter._version + 1 for parameter in self._parameter_tuple)
             torch._C._autograd._unsafe_set_version_counter(self._parameter_tuple, versions)
