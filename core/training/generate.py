@@ -145,18 +145,14 @@ def _stop(options: argparse.Namespace, folder: Path | None, tokenizer: AnyTokeni
 def _prompt_tokens(
     options: argparse.Namespace, tokenizer: AnyTokenizer, file: Path | None
 ) -> list[list[int]]:
-    """Of each prompt: as transformers makes them for a model of a folder; a model of ours has seen texts as they are.
+    """Of each prompt, as transformers makes them.
 
     file: of the tokenizer; a chat template lies beside it. Raises ValueError: --chat without one.
     """
     if not options.chat:
         if options.system is not None:
             raise ValueError("--system is a message of a chat; give --chat too")
-        begins = options.source is not None or not (Path(options.model) / MANIFEST).exists()
-        if not begins:
-            folder, _ = origin(open_stored(options.model).run)
-            begins = folder is not None
-        return [tokenizer.encode_prompt(prompt, begins=begins) for prompt in options.prompt]
+        return [tokenizer.encode_prompt(prompt) for prompt in options.prompt]
     if file is None:
         raise ValueError(
             "--chat needs a chat template, and this run had bytes for tokens; leave it out"

@@ -6,7 +6,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import tokenizers as hf_tokenizers
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from core.datasets import ByteTokenizer, ConversationBatches, GPTBatches, TokenFile, load_tokenizer, split_documents
 from core.datasets.answer_ends import answer_ends
@@ -55,6 +57,20 @@ def test_a_prompt_and_its_response_are_joined_and_the_end_is_learned(tmp_path):
     assert second.tolist() == [*"éü".encode(), 256]
     prompts = [{"prompt": TALK[:2], "completion": TALK[2:3]}]
     assert written(tmp_path, prompts) is None  # bytes have no chat template
+
+
+def test_a_prompt_begins_as_the_tokenizer_begins_a_text(tmp_path, chat_folder):
+    inner = hf_tokenizers.Tokenizer.from_file(str(chat_folder / "tokenizer.json"))
+    start = inner.token_to_id("<|im_start|>")
+    inner.post_processor = TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", start)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    rows = [{"prompt": "1 + 1 =", "response": " 2"}]
+    file = written(tmp_path, rows, "--tokenizer", str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.starts == (start,) and load_tokenizer(chat_folder / "tokenizer.json").starts == ()
+    prompt, answer = tokenizer.encode_batch(["1 + 1 =", " 2"])
+    assert file.document(0).tolist() == [start, *prompt, *answer, file.card.end_of_text]
+    assert not file.answers(0, 1).any()
 
 
 BAD = {

@@ -13,6 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+import tokenizers as hf_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from core.datasets import inspect, prepare
 from core.datasets.corpus import build as preparing
@@ -127,6 +130,25 @@ def test_any_number_of_workers_writes_the_same_bytes(text, tmp_path, small_piece
     assert made[1] == made[2] == made[3]
     assert sorted(texts(tmp_path / "3/a")) == expected(text)
     TokenFile(tmp_path / "3/a").verify()
+
+
+def test_documents_begin_as_the_tokenizer_begins_a_text(text, tmp_path, small_pieces, capsys):
+    """As transformers and Megatron's tool have it: one `<|begin|>` for each document, also of one in many pieces."""
+    learned = train_tokenizer([path.read_text() for path in (text / "sub").iterdir()], 280)
+    inner = hf_tokenizers.Tokenizer.from_str(learned.to_text())
+    inner.add_special_tokens(["<|begin|>"])
+    inner.post_processor = TemplateProcessing("<|begin|> $A", special_tokens=[("<|begin|>", 280)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (text / "long.txt").write_text("a word\n" * 400)
+    assert run("--input", text, "--output", tmp_path / "a", "--tokenizer", tmp_path / "tokenizer.json") == 0
+    assert (
+        "documents begin with <|begin|> (token 280) and end with <|endoftext|> (token 0)" in capsys.readouterr().out
+    )
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    file = TokenFile(tmp_path / "a")
+    found = sorted(file.document(i).tolist() for i in range(file.num_documents))
+    whole = [*expected(text), "a word\n" * 400]
+    assert found == sorted([*theirs(document)["input_ids"], 0] for document in whole)
 
 
 @pytest.mark.parametrize(

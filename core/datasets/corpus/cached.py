@@ -149,8 +149,8 @@ def _cache_key(
     if kind == "preferences":
         content.append(kind)
     if tokenizer is not None:
-        # what identity leaves out: how documents end, and for chats all that lies beside the tokenizer
-        content.append(loaded.end_of_text)
+        # what identity leaves out: how documents begin and end, and for chats all that lies beside the tokenizer
+        content += [*loaded.starts, loaded.end_of_text]
         if kind != "documents":
             content += [_CHATS_FORMAT, shaping_digest(Path(tokenizer).parent)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]

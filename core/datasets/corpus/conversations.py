@@ -183,9 +183,11 @@ class ConversationEncoder:
         return self.encode_answer(prompt, answer)
 
     def encode_answer(self, prompt: str, answer: str) -> Conversation:
-        """The two joined as they are, with the answer's end; and the end of text, where that is another token."""
+        """The two joined, behind what opens a text; with the answer's end, and the end of text, where that is another
+        token."""
         # apart, so that no token is half prompt and half answer
         first, second = self._tokenizer.encode_batch([prompt, answer])
+        first = [*self._tokenizer.starts, *first]
         second = [*second, self._answer_end]
         joined = Conversation(first + second, [False] * len(first) + [True] * len(second))
         return self._with_end_of_text(joined)

@@ -77,7 +77,7 @@ class Encoder:
                 sections = list(cuts(text, CHUNK_BYTES))
                 texts += sections
                 ends += [False] * (len(sections) - 1) + [is_last]
-        tokens, counts = self._ids_and_lengths(texts, ends)
+        tokens, counts = self._ids_and_lengths(texts, ends, continued=continued)
         lengths = _document_lengths(counts, ends)
         return Encoded(tokens, lengths, continued, sum(map(len, texts)), dict(skipped))
 
@@ -86,9 +86,12 @@ class Encoder:
         return (text for text, _ in self._texts(chunk, Counter()))
 
     def _ids_and_lengths(
-        self, texts: list[bytes], ends: list[bool]
+        self, texts: list[bytes], ends: list[bool], *, continued: bool
     ) -> tuple[Ids, npt.NDArray[np.int64]]:
-        """All tokens, and how many each text has, with the end of text where a document ends."""
+        """All tokens, and how many each text has, with what opens and closes a document.
+
+        continued: the first text goes on with a document.
+        """
         arrays: list[Ids]
         if isinstance(self.tokenizer, ByteTokenizer):
             # tokens are the bytes: no library, and no list of Python integers
@@ -99,13 +102,19 @@ class Encoder:
             arrays = [
                 np.fromiter(ids, self.dtype, len(ids)) for ids in _encode(self.tokenizer, texts)
             ]
+        opening = np.array(self.tokenizer.starts, self.dtype)
         closing = np.array([] if self.end_of_text is None else [self.end_of_text], self.dtype)
         # so that there is one to concatenate
         sections: list[Ids] = [np.zeros(0, self.dtype)]
         counts = []
+        begins_document = not continued
         for ids, ends_document in zip(arrays, ends, strict=True):
-            sections.append(ids)
             count = len(ids)
+            if begins_document:
+                sections.append(opening)
+                count += len(opening)
+            sections.append(ids)
+            begins_document = ends_document
             if ends_document:
                 sections.append(closing)
                 count += len(closing)

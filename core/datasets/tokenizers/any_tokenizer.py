@@ -20,7 +20,8 @@ class AnyTokenizer(Protocol):
     """Text to token ids and back. `Tokenizer` and `ByteTokenizer` are two.
 
     vocab_size: ids are below it. end_of_text: the id that closes a document, which no text becomes.
-    identity: equal for two tokenizers exactly if they give the same ids.
+    starts: the ids that open a document, as `<|begin_of_text|>`; of most tokenizers none. identity: equal for two
+    tokenizers exactly if they give the same ids for a text.
     """
 
     @property
@@ -31,6 +32,11 @@ class AnyTokenizer(Protocol):
     @property
     def end_of_text(self) -> int:
         """The token that closes a document."""
+        ...
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """What the tokenizer's file puts before a text, where it does."""
         ...
 
     @property
@@ -46,10 +52,10 @@ class AnyTokenizer(Protocol):
         """The token ids of each text."""
         ...
 
-    def encode_prompt(self, text: str, *, begins: bool) -> list[int]:
-        """The token ids of what a person writes to a model: special tokens that it spells out are these tokens.
+    def encode_prompt(self, text: str) -> list[int]:
+        """The token ids of what a person writes to a model, as transformers makes them.
 
-        begins: with what the tokenizer's file puts around a text, as transformers does (`<|begin_of_text|>`).
+        With what the tokenizer's file puts around a text; special tokens that it spells out are these tokens.
         """
         ...
 

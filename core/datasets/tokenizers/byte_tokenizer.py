@@ -13,6 +13,7 @@ class ByteTokenizer:
 
     end_of_text: int = END_OF_TEXT_ID
     vocab_size: int = END_OF_TEXT_ID + 1
+    starts: tuple[int, ...] = ()
     identity: str = "bytes"
 
     def encode(self, text: str) -> list[int]:
@@ -25,7 +26,7 @@ class ByteTokenizer:
             refuse_surrogates(text, number)
         return [list(text.encode()) for text in texts]
 
-    def encode_prompt(self, text: str, *, begins: bool) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """As `encode`: no text spells out the end of text, and nothing stands around one."""
         return self.encode(text)
 

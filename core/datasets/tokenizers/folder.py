@@ -69,6 +69,9 @@ def ends_told(
     end = tokenizer.end_of_text
     eos = answer_end(tokenizer_file, tokenizer)
     said = f"documents end with {_named(tokenizer, end)}"
+    if tokenizer.starts:
+        starts = ", ".join([_named(tokenizer, token) for token in tokenizer.starts])
+        said = f"documents begin with {starts} and end with {_named(tokenizer, end)}"
     if answers and [*ends] not in ([], [eos]):
         named = " or ".join(_named(tokenizer, token) for token in ends)
         return f"answers end with {named}, where generate stops as well; {said}"

@@ -97,6 +97,17 @@ class Tokenizer:
         return max(self._inner.get_vocab().values()) + 1
 
     @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """What the file's post-processor puts before a text: `<|begin_of_text|>` of Llama 3."""
+        text = "a"
+        alone = self._inner.encode(text, add_special_tokens=False).ids
+        processed = self._inner.encode(text, add_special_tokens=True).ids
+        for first in range(len(processed) - len(alone) + 1):
+            if processed[first : first + len(alone)] == alone:
+                return tuple(processed[:first])
+        return ()
+
+    @cached_property
     def identity(self) -> str:
         """SHA-256 (hex) of what decides ids, the same whatever version of the library wrote the file."""
         content = json.loads(self._inner.to_str())
@@ -118,15 +129,15 @@ class Tokenizer:
             raise error  # not text at all
         return [encoding.ids for encoding in encodings]
 
-    def encode_prompt(self, text: str, *, begins: bool) -> list[int]:
-        """The token ids of what a person writes to a model: special tokens that it spells out are these tokens.
+    def encode_prompt(self, text: str) -> list[int]:
+        """The token ids of what a person writes to a model, as transformers makes them.
 
-        begins: with what the file's post-processor puts around a text, as transformers does (`<|begin_of_text|>`).
+        With what the file's post-processor puts around a text; special tokens that it spells out are these tokens.
         """
         refuse_surrogates(text, 0)
         self._inner.encode_special_tokens = False
         try:
-            return self._inner.encode(text, add_special_tokens=begins).ids
+            return self._inner.encode(text, add_special_tokens=True).ids
         finally:
             self._inner.encode_special_tokens = True
 
