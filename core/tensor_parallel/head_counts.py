@@ -1,9 +1,12 @@
 """Notices columns that are seen as all heads of a layer where this tensor rank has a part of them.
 
 `y.view(b, s, self.n_head, -1)` fits any number of columns: with all heads of the layer on a rank's columns each head
-is 1/tp as wide, and attention is another one. What a number means stands in its name only, so names are asked.
+is 1/tp as wide, and attention is another one. What a number means stands in its name only, so names are asked. A
+number that stands in the program's text, `y.unflatten(-1, (8, -1))`, is no rank's count: the same text runs on one.
 """
 
+import linecache
+import re
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -11,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 
 _VIEWS = ("view", "reshape", "unflatten")
@@ -22,14 +26,23 @@ _CONFIGURATIONS = ("config", "cfg", "args", "params", "hparams")
 def whole_heads(name: str, args: tuple, result: Any, size: int) -> tuple[int, str] | None:
     """(heads, the module's name for them) where a view of split columns has a dim of all the layer's heads.
 
-    size: tensor ranks. None: it is no such view, or the module knows another count that fits a rank's part.
+    The name is empty of a number that stands in the program's text. size: tensor ranks. None: it is no such view, or
+    the module knows another count that fits a rank's part.
     """
     x = args[0] if args else None
+    if name == "group_norm" and isinstance(x, SplitTensor) and split_axes.is_split(x.axes, [1]):
+        groups = args[1] if len(args) > 1 else None
+        if isinstance(groups, int) and _times_written(name, groups):
+            return groups, ""
+        return None
     if name not in _VIEWS or not isinstance(x, SplitTensor) or not isinstance(result, SplitTensor):
         return None
-    heads = _split_dim(result)
-    if result.dim() <= x.dim() or heads is None:
+    place = _split_dim(result)
+    if result.dim() <= x.dim() or place is None:
         return None
+    heads = int(result.shape[place])
+    if _is_written(name, args, result, heads):
+        return heads, ""
     counts = dict(_head_counts(sys._getframe(1)))
     if any(count == heads * size for count in counts.values()):
         return None
@@ -40,11 +53,47 @@ def whole_heads(name: str, args: tuple, result: Any, size: int) -> tuple[int, st
 
 
 def _split_dim(tensor: SplitTensor) -> int | None:
-    """The size of the one dim that is split, with others inside of it: heads, of which each has its columns."""
+    """The one dim that is split, with others inside of it: heads, of which each has its columns."""
     dims = [dim for dim, atoms in enumerate(tensor.axes) if any(split for _, split in atoms)]
     if len(dims) != 1 or dims[0] == tensor.dim() - 1:
         return None
-    return int(tensor.shape[dims[0]])
+    return dims[0]
+
+
+def _is_written(name: str, args: tuple, result: SplitTensor, heads: int) -> bool:
+    """Whether the number of heads was given by a number in the program's text, and not by -1."""
+    given = args[2:] if name == "unflatten" else args[1:]
+    sizes = list(given[0]) if given and isinstance(given[0], (tuple, list)) else list(given)
+    # of unflatten they begin at the dim that it makes several of
+    place = _split_dim(result)
+    if name == "unflatten" and place is not None:
+        place -= int(args[1]) % args[0].dim()
+    if place is None or not 0 <= place < len(sizes) or sizes[place] != heads:
+        return False
+    # the size of a head may be the same number
+    return _times_written(name, heads) >= sizes.count(heads)
+
+
+def _times_written(name: str, count: int) -> int:
+    """How often the call of a function, in the line of the program that runs, has this number among its arguments."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "core.")):
+        frame = frame.f_back
+    if frame is None or count < 2:
+        return 0
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    call = re.search(rf"\b{name}\((?P<arguments>.*)", line)
+    if call is None:
+        return 0
+    # as far as the call's own parentheses
+    arguments, depth = "", 1
+    for letter in call["arguments"]:
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if not depth:
+            break
+        arguments += letter
+    # by itself: neither `4.0`, `x[4]` nor `8 // tp`
+    return len(re.findall(rf"(?<=[\s(]){count}(?=\s*[,)]|$)", f" {arguments}"))
 
 
 def _head_counts(frame: FrameType | None) -> Iterator[tuple[str, int]]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes, split_functions
+from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
@@ -40,6 +41,10 @@ _REMEDIES = {
         "RowParallelLinear takes one block of the input's columns per rank, and is given a block of each of several "
         "parts (cat, or (2, f) as it is): its rows would belong to other columns than on one rank. Add the parts' "
         "outputs of a RowParallelLinear each"
+    ),
+    "size": (
+        "the size of a rank's part is another number than on one rank. Take that of all, `y.shape[-1] * place.tp`, "
+        "or a number of the module's"
     ),
     "again": "ColumnParallelLinear takes the whole x, the same on every rank: a RowParallelLinear comes first",
 }
@@ -73,6 +78,8 @@ class SplitActivations(Follower):
         self._factors = ColumnFactors() if compares_factors else None
         self._told: set[str] = set()
         self._calls = 0
+        # sizes of parts that C functions took
+        self._as_floats: set[int] = set()
         self._hooks: list[Any] = []
 
     def __deepcopy__(self, memo: dict) -> "SplitActivations":
@@ -209,6 +216,13 @@ class SplitActivations(Follower):
                 "logits, group) before it (GPTModel: gather_logits)"
             )
 
+    def sizes(self, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """The same; those of split dims are numbers that are known again."""
+        if self._message or "size" in self._told:
+            return result
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return sizes_of_parts(result, args[0].axes, dim, self._group.size, self._as_floats)
+
     def follow(
         self,
         func: Any,
@@ -226,6 +240,8 @@ class SplitActivations(Follower):
             # who looks on must not end a right program: a call of a form unknown here is not noted
             with suppress(Exception):
                 self._factors.note(name, inputs, args, kwargs, result)
+        if scales_by_a_part(name, (args, kwargs), self._as_floats):
+            self._tell(Finding("size", name, tuple(inputs[0].shape)))
         try:
             outcome = split_functions.outcome_of(func, name, args, kwargs, result)
         except Exception:
@@ -246,12 +262,20 @@ class SplitActivations(Follower):
         if found is None or "heads" in self._told or self._message:
             return
         self._told.add("heads")
-        heads, label = found
+        count, label = found
+        what = "groups" if name == "group_norm" else "heads"
+        if label:
+            told = f"{count} {what} ({label})"
+            remedy = (
+                f"Write view(..., -1, head_size), or {label} // {size}; if {count} is this rank's count, say so in "
+                f"its name (local_{label})"
+            )
+        else:
+            told = f"{count} {what}, a number in the program's text,"
+            remedy = f"Write {count} // place.tp; if {count} is this rank's count, give it a name"
         warnings.warn(
-            f"{name} of {list(args[0].shape)}, this tensor rank's columns, as {list(result.shape)}: {heads} heads "
-            f"({label}) on each of {size} ranks are {heads * size} in all, each 1/{size} as wide as on one rank. "
-            f"Write view(..., -1, head_size), or {label} // {size}; if {heads} is this rank's count, say so in its "
-            f"name (local_{label})",
+            f"{name} of {list(args[0].shape)}, this tensor rank's columns, as {list(result.shape)}: {told} on each "
+            f"of {size} ranks are {count * size} in all, each 1/{size} as wide as on one rank. {remedy}",
             stacklevel=5,
         )
 

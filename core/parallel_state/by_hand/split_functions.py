@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand import split_axes, split_windows
 from core.parallel_state.by_hand.split_axes import Axes
 
 
@@ -36,14 +35,15 @@ _REDUCTIONS = {
         logsumexp cumsum cumprod count_nonzero mode unique flip gather take_along_dim
     """,
     (2, None): "norm vector_norm quantile nanquantile matrix_norm roll",
-    (2, -1): "topk kthvalue diff",
+    (2, -1): "topk kthvalue diff fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft",
     (1, -1): "sort argsort logcumsumexp",
     (2, 1): "normalize cosine_similarity",
     (99, None): """
         mse_loss l1_loss smooth_l1_loss huber_loss kl_div histc renorm dist cdist binary_cross_entropy
-        binary_cross_entropy_with_logits
+        binary_cross_entropy_with_logits fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fft2 fft_ifft2 fft_rfft2
+        fft_irfft2
     """,
-    (99, 1): "cross_entropy nll_loss",
+    (99, 1): "cross_entropy nll_loss local_response_norm",
     (99, 0): "batch_norm",
 }
 _DRAWS = """
@@ -128,7 +128,8 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     if kind == "product":
         return _multiplied(name, args, kwargs, axes, result)
     if kind == "window":
-        return Finding("reduction", name, shape)
+        found = split_windows.windowed(name, args, kwargs, axes, result)
+        return Finding("reduction", name, shape) if found is None else [(result, found)]
     # where rows land may be shared with other ranks: the result is this rank's part of a sum
     if kind == "scatter":
         return name
@@ -351,7 +352,10 @@ def indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
                 size = len(range(start, stop, step))
                 result.extend(split_axes.plain([size]))
             elif step != 1:
-                return _strided(axes, dim, step)
+                found = split_windows.strided(axes, dim, i, shape[dim])
+                if found is None or isinstance(found, str):
+                    return found
+                result.append(found)
             else:
                 cut_axes = split_axes.cut(axes, dim, start, stop)
                 if cut_axes is None:
@@ -359,14 +363,3 @@ def indexed(axes: Axes, shape: Sequence[int], index: Any) -> Axes | str | None:
                 result.append(cut_axes[dim])
             dim += 1
     return tuple(result)
-
-
-def _strided(axes: Axes, dim: int, step: int) -> str | None:
-    """Every step-th column: right where that is one of what lies inside each split column."""
-    atoms = axes[dim]
-    last = max(place for place, (_, split) in enumerate(atoms) if split)
-    # elements that lie together inside one split column, such as a head's
-    inner = prod(n for n, _ in atoms[last + 1 :])
-    if inner % abs(step) == 0 and inner > 1:
-        return None
-    return "across"

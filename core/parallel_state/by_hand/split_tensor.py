@@ -46,6 +46,8 @@ class SplitTensor(ListenedTensor):
                 return func(args[0], seen_by.listening(args[1], inputs[0].axes))
             seen_by.check(name, args, kwargs)
             result = func(*args, **kwargs)
+            if name in ("shape", "size", "numel", "nelement"):
+                return seen_by.sizes(args, kwargs, result)
             seen_by.follow(func, name, inputs, args, kwargs, result)
         return result
 
@@ -107,6 +109,10 @@ class Follower:
     def listening(self, hook: Any, axes: Axes) -> Any:
         """What is registered in the place of `hook` on the gradient of what is split as `axes` says."""
         return hook
+
+    def sizes(self, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """What the program is given of `x.shape` or `x.size(dim)` of what is followed."""
+        return result
 
     def read(self, name: str, tensor: SplitTensor) -> None:
         """A text is made of what is followed."""

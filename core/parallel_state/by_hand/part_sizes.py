@@ -1,0 +1,102 @@
+"""Sizes of what is split over ranks, as numbers that are known again where columns are scaled by them.
+
+`y / y.shape[-1] ** 0.5` divides by another number where the last dim is a rank's part. Sizes go into views, ranges
+and masks as well, where they are right: so nothing is said before they meet a tensor's values.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.split_axes import Axes
+
+# what is rounded down (`//`) has become another number, of heads or of a head's columns
+_KEPT = """
+    __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__
+"""
+_SCALING = """
+    mul imul multiply div idiv divide truediv itruediv true_divide rdiv rtruediv pow ipow add iadd sub isub rsub
+    scaled_dot_product_attention addcmul addcdiv lerp
+"""
+
+
+class PartNumber:
+    """Beside int or float: it was made of the size of a part, of which so many ranks have one.
+
+    as_floats: sizes that C functions (`math.sqrt`) took, whose results are plain numbers.
+    """
+
+    ranks: int
+    as_floats: set[int]
+
+
+def _following(base: type, name: str) -> Callable[..., Any]:
+    plain = getattr(base, name)
+
+    def method(self: Any, *others: Any) -> Any:
+        result = plain(self, *others)
+        # an int leaves the arithmetic with a float to that
+        if result is NotImplemented and base is int and isinstance(others[0], float):
+            result = getattr(float, name)(int.__float__(self), *others)
+        # times the number of ranks it is the size of all
+        is_of_all = "mul" in name and others == (self.ranks,)
+        if type(result) in (int, float) and not is_of_all:
+            return _of_part(result, self.ranks, self.as_floats)
+        return result
+
+    return method
+
+
+def _as_float(self: Any) -> float:
+    self.as_floats.add(int(self))
+    return int.__float__(self)
+
+
+def _plain_copy(self: Any, *protocol: Any) -> Any:
+    base = type(self).__mro__[1]
+    return base, (base(self),)
+
+
+def _class(base: type, **more: Any) -> type:
+    methods = {name: _following(base, name) for name in _KEPT.split()}
+    names = {"__reduce_ex__": _plain_copy, "__module__": "builtins"}
+    return type(base.__name__, (base, PartNumber), methods | names | more)
+
+
+_CLASS_OF = {int: _class(int, __float__=_as_float), float: _class(float)}
+
+
+def _of_part(number: int | float, ranks: int, as_floats: set[int]) -> Any:
+    result = _CLASS_OF[type(number)](number)
+    result.ranks = ranks
+    result.as_floats = as_floats
+    return result
+
+
+def sizes_of_parts(sizes: Any, axes: Axes, dim: Any, ranks: int, as_floats: set[int]) -> Any:
+    """`x.shape`, `x.size(dim)` or `x.numel()` of what is split as `axes` says: the same numbers, known again."""
+    if isinstance(sizes, int):
+        if split_axes.is_split(axes, [dim] if isinstance(dim, int) else None):
+            return _of_part(sizes, ranks, as_floats)
+        return sizes
+    if len(sizes) != len(axes):
+        return sizes
+    return torch.Size(
+        [
+            _of_part(size, ranks, as_floats) if split_axes.is_split(axes, [place]) else size
+            for place, size in enumerate(sizes)
+        ]
+    )
+
+
+def scales_by_a_part(name: str, values: Sequence[Any], as_floats: set[int]) -> bool:
+    """Whether a function of followed columns, called with `values`, takes a number made of a part's size."""
+    if name not in _SCALING.split():
+        return False
+    # of math.sqrt(n), or of float(n)
+    suspects = {float(power) for n in as_floats for power in (n, 1 / n, n**0.5, n**-0.5)}
+    numbers = [x for x in pytree.tree_leaves(values) if isinstance(x, (int, float))]
+    return any(isinstance(x, PartNumber) or float(x) in suspects for x in numbers)
