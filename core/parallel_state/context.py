@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from core.parallel_state.by_hand.batches import batch_is_cut
+
 if TYPE_CHECKING:
     from core.parallel_state.state import ParallelState
 
@@ -134,6 +136,8 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
             local_batch[name] = value
     if local_batch.get("position_ids") is None:
         local_batch["position_ids"] = rows.rows(s).to(tokens.device).expand(b, -1)
+    of_rows = {name: local_batch[name] for name in _PER_TOKEN if name in local_batch}
+    batch_is_cut(ps.group("cp"), of_rows)
     return local_batch
 
 

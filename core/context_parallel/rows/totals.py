@@ -25,6 +25,11 @@ SCALED = (
     "reshape",
 )
 
+COUNT_REMEDY = (
+    "Return the number of tokens, (losses.sum(), losses.numel()); or means of sequences, whose rows are equally many "
+    "on each rank: (losses.mean(1).sum(), len(losses)); or count sequences on one context rank only"
+)
+
 
 @dataclass
 class Total:
@@ -36,6 +41,7 @@ class Total:
     rows: float
     own_counts: frozenset[float] = frozenset()
     weight: Tensor | None = None
+    unit: Tensor | None = None  # what one row would weigh in an executor's mean
     knows_ranks: bool = (
         False  # the program has thought of the ranks: what it divides by may be right
     )
@@ -91,4 +97,21 @@ def told_of_totals(weights: Tensor, size: int) -> str:
         "a sum over rows which are this context rank's is divided by numbers only: they weigh "
         f"{weight:.6g} together, a mean's weigh 1. DataParallel and DDP average over the {size} context "
         f"ranks, which leaves 1/{size} of one process's gradient: multiply it by {size}, or take the mean"
+    )
+
+
+def is_constant_count(count: Any, shape: tuple[int, ...]) -> bool:
+    """Whether what `loss_fn` counts beside rows [b, s/cp] is 1 or their sequences, the same on all context ranks."""
+    return isinstance(count, (int, float)) and count in (1, shape[0]) and shape[1] > 1
+
+
+def told_of_counts(weights: Tensor, size: int) -> str:
+    """What is said of rows' weights in sums, over constant counts, on `size` context ranks; "" if nothing."""
+    weight = abs(float(weights.mean()))
+    if weight == 0 or not weights.isfinite().all() or abs(weight - 1) < 1e-2:
+        return ""
+    return (
+        "loss_fn returns a sum over rows which are this context rank's, and counts no rows: executors add up the "
+        f"counts of {size} context ranks, each of which counts the same sequences, so the loss is divided by {size} "
+        "times as many"
     )

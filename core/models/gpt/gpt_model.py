@@ -208,7 +208,7 @@ class GPTModel(ModelWeights):
             self._watch.check_before(self, batch)
         if is_eager := not torch.compiler.is_compiling():
             shares = (s, s // self.place.tp if self.place.splits_sequence else s)
-            self._row_sums.look_inside(self, shares, sums_are_given=self.stage.driven)
+            self._row_sums.look_inside(self, shares, (tokens, labels), sums=self.stage.driven)
         # Driven by an executor, dropout's seed is a function of (seed, step, microbatch). In a plain loop it is drawn
         # once per forward from torch's generator, so that `torch.manual_seed` and torch's checkpoint work as usual.
         if self.draws and self.training and not self.stage.driven:

@@ -117,6 +117,9 @@ class Follower:
     def read(self, name: str, tensor: SplitTensor) -> None:
         """A text is made of what is followed."""
 
+    def returned(self, loss: SplitTensor, count: Any) -> None:
+        """An executor was given `loss`, which is followed, and by what it divides the losses of all ranks."""
+
     def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a function is called on what is followed. Raises ValueError: it would fail in other words."""
 

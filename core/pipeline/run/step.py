@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from core.parallel_state.by_hand.batches import followed_as
+from core.parallel_state.by_hand.split_tensor import SplitTensor
 from core.parallel_state.collectives import Group, all_gather_objects
 from core.parallel_state.random import mix32
 
@@ -124,6 +126,8 @@ def call_loss_fn(loss_fn: LossFn, output: Any, microbatch: Any) -> tuple[Tensor,
         if isinstance(loss, Tensor):
             kind = f"of shape {tuple(loss.shape)}"
         raise ValueError(f"loss_fn returned a loss {kind}, not 1 number in a tensor; sum it")
+    if isinstance(loss, SplitTensor) and (follower := loss.seen_by()) is not None:
+        follower.returned(loss, result[1])
     return result
 
 
@@ -275,7 +279,7 @@ def _view_rows(value: Tensor, first: int, count: int) -> Tensor:
     # the user wants the gradient of the input itself
     if value.requires_grad:
         return view
-    return view.data
+    return followed_as(value, view.data)
 
 
 def rows_of(batch: Batch | None) -> int | None:

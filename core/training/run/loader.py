@@ -8,6 +8,7 @@ from torch import Tensor
 
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
+from core.parallel_state.by_hand.batches import followed_as
 from core.parallel_state.context import context_batch
 from core.pipeline.run.step import split_microbatches
 from core.training.run.data import BatchSource
@@ -119,7 +120,7 @@ def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str,
         if device.type == "cpu":
             return x.to(device)
         # a copy of pageable memory would stop the host
-        return x.pin_memory().to(device, non_blocking=True)
+        return followed_as(x, x.pin_memory().to(device, non_blocking=True))
 
     def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: x if name == "document_begin" else moved(x) for name, x in batch.items()}

@@ -1,0 +1,276 @@
+"""Follows what a program makes of its batch's tokens, labels and masks, of which each context rank has its rows.
+
+Elementwise it is right. A shift, a running sum or a count of tokens is of this rank's rows: told where it meets
+losses or logits, or is given to the model. Sums that all ranks share (a mask of ones) are right where rows are
+divided by them: their numbers are compared with the losses' gradients.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from core.context_parallel.rows.reads import READS
+from core.context_parallel.rows.selections import selected
+from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.split_functions import LINEAR, Finding, outcome_of
+from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
+
+# batches that are cut ahead of a forward, at most: more are no training's
+_AHEAD = 4
+_SUMS = ("sum", "mean", "nansum", "nanmean", "count_nonzero", "einsum", "dot", "matmul", "trace")
+# of equal sums equal numbers, by which rows may be divided
+_KEPT = LINEAR | {"clamp", "clip", "clamp_min", "reciprocal", "stack", "cat", "unbind"}
+_KEPT |= {"maximum", "max", "rdiv", "rtruediv", "rmul", "radd", "int", "long", "nan_to_num"}
+# what makes rows of rows that were divided already
+_ROW_WISE_NAMES = """
+    gt lt ge le eq ne where pow exp log sqrt abs logical_and logical_or logical_not and or invert bool masked_fill
+    clamp_max minimum sigmoid tanh relu
+"""
+_ROW_WISE = frozenset(_ROW_WISE_NAMES.split())
+_COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
+_TABLES = ("getitem", "index_select", "take")
+_COUNTS = ("bincount", "histc", "histogram", "searchsorted", "bucketize")
+REMEDY = (
+    "Make weights, masks and shifted labels of whole sequences, before context_batch cuts the batch: it cuts tokens, "
+    "labels and loss_mask, ContextRows.of_state(ps).of(weights, 1) anything else [b, s]. Counts of tokens are summed "
+    "before they divide: all_reduce(n, group=parallel_state.get_context_parallel_group())"
+)
+
+
+class _Teller(Protocol):
+    def tell(self, what: str, remedy: str) -> None: ...
+
+
+def is_of_batch(x: SplitTensor) -> bool:
+    """Whether it was made of a batch alone."""
+    return isinstance(x.seen_by(), BatchRows)
+
+
+class BatchRows(Follower):
+    """Of one model's batches, each until a forward that nobody follows."""
+
+    def __init__(self, owner: _Teller) -> None:
+        super().__init__()
+        self._owner = owner
+        self._ahead = 0
+        # counts that the program has read, as Python numbers
+        self.read_numbers: set[float] = set()
+
+    def begin(self, batch: Mapping[str, Any]) -> None:
+        """Follow the entries [b, s/cp] of a batch that was just cut."""
+        self._ahead += 1
+        if self._ahead > _AHEAD:
+            return
+        for x in batch.values():
+            if type(x) is Tensor and x.dim() == 2 and not x.requires_grad:
+                self.mark(x, (*split_axes.plain(x.shape[:1]), ((x.shape[1], True),)))
+
+    def forward_begins(self, inputs: tuple[Any, ...]) -> None:
+        """Of a model that is followed: what is made across rows must not be its input."""
+        self._ahead = 0
+        for x in inputs:
+            if isinstance(x, SplitTensor) and is_of_batch(x) and is_changed(x):
+                self.tell(x, "is given to the model")
+
+    def tell(self, x: SplitTensor, does: str) -> None:
+        """Of what a function across rows made."""
+        self._owner.tell(
+            f"{x.partial} of a batch's rows which are this context rank's, not all of a sequence, {does}",
+            REMEDY,
+        )
+
+    def follow(
+        self,
+        func: Any,
+        name: str,
+        inputs: list[SplitTensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        # of outputs another is in charge
+        other = next((x.seen_by() for x in inputs if not is_of_batch(x)), None)
+        if other is not None:
+            other.follow(func, name, inputs, args, kwargs, result)
+            return
+        if name == "all_reduce":
+            inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
+            return
+        if name in READS and not isinstance(result, Tensor):
+            self._note_read(result)
+            return
+        # what is made like it has values of its own
+        if name.endswith("_like") or name.startswith("new_"):
+            return
+        changed = [x for x in inputs if is_changed(x)]
+        leaves = pytree.tree_leaves((args, kwargs))
+        if any(type(x) is Tensor and x.requires_grad for x in leaves):
+            # sums of losses are compared in backward
+            for x in changed:
+                if x.numbers is None and split_axes.is_split(x.axes):  # type: ignore[attr-defined]
+                    self.tell(x, f"comes to the loss by {name}")
+        elif name == "setitem":
+            self._write(args, changed)
+        elif changed:
+            self.inherit(name, changed, inputs, args, result)
+        else:
+            self._follow_rows(func, name, inputs, args, kwargs, result)
+
+    def _follow_rows(
+        self,
+        func: Any,
+        name: str,
+        inputs: list[SplitTensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        x = inputs[0]
+        # `weights[labels]`
+        if name in ("one_hot", "embedding") or (name in _TABLES and type(args[0]) is Tensor):
+            self._look_up(x, result)
+            return
+        if name in _COUNTS:
+            self._change(result, name, ())
+            return
+        if name == "pad":
+            self._change(result, name, tuple(split_axes.plain(result.shape)))
+            return
+        try:
+            outcome = selected(name, args, result) or outcome_of(func, name, args, kwargs, result)
+        except Exception:
+            # who looks on must not end a right program: a call of a form unknown here is not followed
+            return
+        if isinstance(outcome, list):
+            for tensor, axes in outcome:
+                self.mark(tensor, axes)
+        elif isinstance(outcome, Finding):
+            if outcome.kind == "draw" or outcome.kind == "exit":
+                return
+            if name in _SUMS:
+                self._sum(result, name)
+            for tensor in pytree.tree_leaves(result):
+                self._change(tensor, name, _axes_like(x, tensor))
+        elif isinstance(outcome, str):
+            if outcome in _SUMS:
+                self._sum(result, name)
+            else:
+                self._change(result, name, ())
+
+    def _look_up(self, rows: SplitTensor, result: Any) -> None:
+        if isinstance(result, Tensor):
+            count = rows.dim()
+            if result.shape[:count] == rows.shape:
+                self.mark(result, (*rows.axes, *split_axes.plain(result.shape[count:])))
+
+    def _sum(self, result: Any, name: str) -> None:
+        if isinstance(result, Tensor):
+            self._change(result, name, (), (result.detach().as_subclass(Tensor).clone(),))
+
+    def _write(self, args: tuple, changed: list[SplitTensor]) -> None:
+        """`x[index] = value`: rows by number, or values that were made across rows."""
+        x, index, value = args
+        if not isinstance(x, SplitTensor):
+            return
+        if x.partial:
+            # who writes rows of other ranks has thought of them; a number is written into a shift's end by habit
+            if not isinstance(value, Tensor) and any(x is c for c in changed):
+                x.counted = x.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
+            return
+        try:
+            outcome = outcome_of(Tensor.__setitem__, "setitem", (x, index), {}, None)
+        except Exception:
+            return
+        if isinstance(outcome, Finding):
+            self._owner.tell(
+                f"setitem of {list(x.shape)} takes rows of a batch by number, which are this context rank's, not all "
+                "of a sequence",
+                REMEDY,
+            )
+        elif changed:
+            self._set(x, changed[0].partial, x.axes, changed[0].numbers)  # type: ignore[attr-defined]
+
+    def inherit(
+        self,
+        name: str,
+        changed: list[SplitTensor],
+        inputs: list[SplitTensor],
+        args: tuple,
+        result: Any,
+    ) -> None:
+        """What is made of sums or shifts is one, too; sums that rows are divided by are kept, to be compared."""
+        first = changed[0]
+        numbers: tuple[Tensor, ...] | None = ()
+        for x in changed:
+            if numbers is not None and x.numbers is not None:  # type: ignore[attr-defined]
+                numbers += x.numbers  # type: ignore[attr-defined]
+            else:
+                numbers = None
+        # whether a sequence has tokens
+        against_zero = (
+            numbers is not None
+            and name in _COMPARISONS
+            and len(args) > 1
+            and isinstance(args[1], (int, float))
+            and args[1] == 0
+        )
+        if name not in _KEPT and not against_zero:
+            spans_rows = any(split_axes.is_split(x.axes) for x in changed)
+            # of rows that were divided already, as of rows
+            if numbers is not None and not (spans_rows and name in _ROW_WISE):
+                numbers = None
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                axes = next((a for x in inputs if (a := _axes_like(x, tensor))), ())
+                kept = numbers
+                if against_zero:
+                    kept = (tensor.detach().as_subclass(Tensor).double(),)
+                self._set(tensor, first.partial, axes, kept)
+
+    def _change(
+        self, tensor: Any, name: str, axes: Axes, numbers: tuple[Tensor, ...] | None = None
+    ) -> None:
+        if type(tensor) is Tensor:
+            self._set(tensor, name, axes, numbers)
+
+    def _set(
+        self, tensor: Tensor, name: str, axes: Axes, numbers: tuple[Tensor, ...] | None
+    ) -> None:
+        if type(tensor) is Tensor:
+            self.mark(tensor, axes, name)
+        if isinstance(tensor, SplitTensor):
+            tensor.partial = name
+            tensor.axes = axes
+            tensor.numbers = numbers  # type: ignore[attr-defined]
+            tensor.counted = tensor.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
+
+    def _note_read(self, result: Any) -> None:
+        for number in pytree.tree_leaves(result):
+            if isinstance(number, (int, float)) and len(self.read_numbers) < 100:
+                self.read_numbers.add(float(number))
+
+
+def is_changed(x: SplitTensor) -> bool:
+    """Whether a function across rows made it, and nobody has written the ranks' sum into it since."""
+    return bool(x.partial) and torch.equal(x, x.counted)  # type: ignore[attr-defined]
+
+
+def _axes_like(x: SplitTensor, tensor: Any) -> Axes:
+    if isinstance(tensor, Tensor) and tensor.shape == x.shape:
+        return x.axes
+    return ()
+
+
+def told_of_divisors(numbers: Tensor, name: str) -> str:
+    """What is said of sums by which each rank divided its rows; "" if they are equal. numbers: [ranks, 2]."""
+    used = [rank for rank in numbers if rank.isfinite().all() and rank.any()]
+    if all(torch.allclose(rank, used[0], rtol=1e-9, atol=0) for rank in used):
+        return ""
+    return (
+        f"rows are weighted by {name} of a batch's rows which are this context rank's, not all of a sequence: one "
+        "process weighs them by the whole"
+    )

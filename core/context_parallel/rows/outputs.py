@@ -1,0 +1,387 @@
+"""What a program makes of one output of a model, [b, s/cp, ...] of a context rank's rows, until its backward."""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from core.context_parallel.rows import draws, factors
+from core.context_parallel.rows.batches import REMEDY as BATCH_REMEDY
+from core.context_parallel.rows.batches import (
+    BatchRows,
+    is_changed,
+    is_of_batch,
+    told_of_divisors,
+)
+from core.context_parallel.rows.reads import DECISIONS, READS, STATISTICS, SUM_REMEDY
+from core.context_parallel.rows.selections import loss_outcome, selected
+from core.context_parallel.rows.totals import (
+    COUNT_REMEDY,
+    SCALED,
+    TOTAL,
+    Total,
+    counts_of,
+    is_constant_count,
+    summed_rows,
+    told_of_counts,
+    told_of_totals,
+)
+from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
+from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
+from core.parallel_state.collectives import BACKWARD_TAG, Group, all_gather
+from core.parallel_state.collectives.checks import fingerprint
+
+_LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
+_MEANS = ("mean", "nanmean")
+
+
+class Owner(Protocol):
+    """Who tells, once, of all outputs of a model."""
+
+    group: Group | None
+    replicas: int
+    batch: BatchRows
+
+    def tell(self, what: str, remedy: str = ...) -> None: ...
+
+    def tell_of_log(self, name: str, remedy: str = ...) -> None: ...
+
+    def backward_ended(self) -> None: ...
+
+
+class Sums(Follower):
+    """What is summed over the rows of one output."""
+
+    def __init__(self, owner: Owner, output: Tensor, *, judges_totals: bool = True) -> None:
+        super().__init__()
+        self._owner = owner
+        self._judges_totals = judges_totals
+        self._count = 0
+        self._compared = False
+        # norm and mean of the sums' gradients; what all rows together weigh in the loss, if sums alone say so
+        self._numbers = torch.zeros(3, dtype=torch.float64, device=output.device)
+        # [b, s/cp]: else the rows' losses are the program's
+        self._is_loss = output.dim() == 2
+        self._shape = tuple(output.shape[:2])
+        self._is_evaluation = not output.requires_grad
+        self._totals: list[Total] = []
+        # what `loss_fn` returned with a count that is no rows'
+        self._counted: Total | None = None
+        # sums of the batch's rows by which rows are divided, as fingerprints
+        self._divisors = torch.zeros(2, dtype=torch.float64, device=output.device)
+        self._divisors_count = 0
+        self._divided_by = ""
+        self._factors = factors.RowFactors(output.device)
+
+    def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
+        if isinstance(tensor, Tensor) and (tensor.is_floating_point() or partial):
+            super().mark(tensor, axes, partial)
+
+    def follow(
+        self,
+        func: Any,
+        name: str,
+        inputs: list[SplitTensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        of_batch = [x for x in inputs if is_of_batch(x)]
+        inputs = self._hear_draws(name, [x for x in inputs if not is_of_batch(x)], result)
+        if not inputs:
+            return
+        if changed := [x for x in of_batch if is_changed(x)]:
+            self._hear_batch(name, changed, inputs, args, result)
+        if any(x.partial == TOTAL for x in inputs):
+            self._follow_total(name, inputs, args, kwargs, result)
+            return
+        if any(x.partial for x in inputs):
+            self._follow_statistic(name, inputs, args, kwargs, result)
+            return
+        try:
+            if any(x.requires_grad for x in inputs):
+                self._factors.note(name, inputs, args, kwargs)
+            if of_batch:
+                # as if nobody followed the batch
+                args, kwargs = _with_plain_batch(args, kwargs)
+            outcome: Finding | Followed | str | float | None = selected(name, args, result)
+            outcome = (
+                outcome
+                or loss_outcome(name, args, kwargs, result)
+                or outcome_of(func, name, args, kwargs, result)
+            )
+        except Exception:
+            # who looks on must not end a right program: a call of a form unknown here is not followed
+            return
+        if outcome in _LARGEST:
+            outcome = Finding("reduction", name, tuple(inputs[0].shape))
+        if not any(x.requires_grad for x in inputs):
+            if isinstance(outcome, (str, float)) or (
+                isinstance(outcome, Finding) and outcome.kind == "reduction"
+            ):
+                self._mark_statistic(result, name)
+            elif isinstance(outcome, list):
+                for tensor, axes in outcome:
+                    self.mark(tensor, axes)
+        elif isinstance(outcome, Finding):
+            self._hear_draw(name, inputs[0])
+            self._tell_if_used(outcome, result)
+        elif isinstance(outcome, str):
+            self._compare_sum(name, inputs[0], result)
+        elif isinstance(outcome, (int, float)):
+            rows = summed_rows(name, args, kwargs)
+            self._compare_later(result, outcome, rows=rows)
+        elif outcome is not None:
+            for tensor, axes in outcome:
+                self.mark(tensor, axes)
+
+    def _hear_batch(
+        self,
+        name: str,
+        changed: list[SplitTensor],
+        inputs: list[SplitTensor],
+        args: tuple,
+        result: Any,
+    ) -> None:
+        """Sums over rows, or shifts, of the batch meet rows: sums by which these are divided are compared."""
+        if any(x.requires_grad and not x.partial for x in inputs):
+            for x in changed:
+                self._hear_weights(name, x)
+
+    def _hear_weights(self, name: str, x: SplitTensor) -> None:
+        numbers: tuple[Tensor, ...] | None = x.numbers  # type: ignore[attr-defined]
+        if numbers is None:
+            self._owner.batch.tell(x, f"comes to the loss by {name}")
+            return
+        for number in numbers:
+            self._divisors_count += 1
+            self._divisors += fingerprint(number.double()) * self._divisors_count
+            self._divided_by = x.partial
+
+    def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
+        # `losses.backward(weights)`: before the backward in which numbers are compared
+        if name == "backward" and isinstance(args[0], SplitTensor) and not args[0].partial:
+            for x in pytree.tree_leaves((args[1:], kwargs)):
+                if isinstance(x, SplitTensor) and is_of_batch(x) and is_changed(x):
+                    self._hear_weights(name, x)
+
+    def _hear_draws(self, name: str, inputs: list[SplitTensor], result: Any) -> list[SplitTensor]:
+        """Noise that is drawn for rows is told; the inputs that are to be followed."""
+        # a tensor made like rows has values of its own
+        if name.endswith("_like") or name.startswith("new_"):
+            if isinstance(result, Tensor) and any(x.requires_grad for x in inputs):
+                self.mark(result, None, draws.MADE_LIKE)
+                self._hear_draw(name, inputs[0])
+            return []
+        # the first function that is called on it draws, or nothing does
+        for x in inputs:
+            if x.partial == draws.MADE_LIKE:
+                self._hear_draw(name, x)
+                x.__class__ = Tensor  # type: ignore[assignment]
+                del x.axes
+        return [x for x in inputs if isinstance(x, SplitTensor)]
+
+    def _hear_draw(self, name: str, rows: Tensor) -> None:
+        if name.rstrip("_") in draws.DRAWS:
+            self._owner.tell(draws.message(name, rows), draws.REMEDY)
+
+    def _mark_statistic(self, result: Any, name: str) -> None:
+        """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            is_place = name in STATISTICS  # of the largest, as a number of a row
+            if isinstance(tensor, Tensor) and (
+                tensor.is_floating_point() or tensor.dtype is torch.bool or is_place
+            ):
+                self.mark(tensor, None, name)
+            if isinstance(tensor, SplitTensor):
+                tensor.counted = tensor.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
+
+    def _follow_statistic(
+        self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Told where it meets what has a gradient, unless somebody has summed it over the ranks meanwhile."""
+        numbers = [x for x in inputs if x.partial and torch.equal(x, x.counted)]  # type: ignore[attr-defined]
+        if name == "all_reduce":
+            inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
+            return
+        if not numbers or name in ("backward", "grad", "register_hook"):
+            return
+        first = numbers[0]
+        decides = self._is_evaluation and name in DECISIONS
+        if first.dim() and first.partial not in STATISTICS and decides:
+            # of each sequence a number that no rank has
+            self._owner.tell_of_log(f"{first.partial} over", SUM_REMEDY)
+        elif not isinstance(result, Tensor) and name in READS:
+            self.read(name, first)
+        # where it has a gradient itself, a hook waits for that
+        elif not first.requires_grad and any(
+            isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))
+        ):
+            self._owner.tell(
+                f"{first.partial} of rows which are this context rank's comes to the loss by {name}"
+            )
+        else:
+            self._mark_statistic(result, first.partial)
+
+    def read(self, name: str, tensor: SplitTensor) -> None:
+        """Told of a largest loss and its like; what is a mean's part is left alone, as over data ranks."""
+        if tensor.partial in STATISTICS and torch.equal(tensor, tensor.counted):  # type: ignore[attr-defined]
+            self._owner.tell_of_log(f"{tensor.partial} of")
+
+    def _tell_if_used(self, finding: Finding, result: Any) -> None:
+        """Where a gradient comes back through it: nothing is said of what is only looked at."""
+        if finding.kind not in ("reduction", "cut"):
+            return
+        does = "works across rows"
+        if finding.kind == "cut":
+            does = "takes rows by number"
+        what = f"{finding.name} of {list(finding.shape)} {does}, which are this context rank's, not all of a sequence"
+        if finding.name == "setitem":
+            self._owner.tell(what)
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda gradient: self._owner.tell(what))
+        if finding.name in STATISTICS:
+            self._mark_statistic(result, finding.name)
+
+    def _compare_sum(self, name: str, rows: Tensor, result: Any) -> None:
+        if name == "nanmean":
+            numbers = rows.isnan().logical_not().sum().item()
+        else:
+            numbers = rows.numel()
+        if name in _MEANS and isinstance(result, Tensor):
+            self._compare_later(result, numbers / max(result.numel(), 1))
+        else:
+            self._compare_later(result, 1.0, rows=rows.numel(), of=rows)
+
+    def _compare_later(
+        self, result: Any, divisor: float, rows: float = 0, of: Tensor | None = None
+    ) -> None:
+        """Note a rank's part of a sum, which was divided by `divisor`, and its gradient once there is one.
+
+        rows: how many rows' losses it is the sum of, over what torch divided it by; 0 where it is a mean.
+        of: the rows.
+        """
+        if not isinstance(result, Tensor) or not result.requires_grad:
+            return
+        self._count += 1
+        place = self._count
+        total = Total(rows, counts_of(of, result) if of is not None else frozenset())
+        if rows and (self._is_loss or result.dim() == 0):
+            if self._judges_totals:
+                self._totals.append(total)
+            self._mark_total(result, total)
+
+        def note(gradient: Tensor) -> None:
+            if not self._compared and not torch._C._are_functorch_transforms_active():
+                self._numbers[:2] += fingerprint(gradient.detach()) * (place / divisor)
+                total.weight = gradient.detach().sum().double() * rows
+
+        result.register_hook(note)
+
+    def _mark_total(self, result: Tensor, total: Total) -> None:
+        self.mark(result, None, TOTAL)
+        if isinstance(result, SplitTensor):
+            result.total = total  # type: ignore[attr-defined]
+
+    def _follow_total(
+        self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Until a tensor divides it, or a number of ranks multiplies it: the program knows the ranks then."""
+        total: Total = next(x for x in inputs if x.partial == TOTAL).total  # type: ignore[attr-defined]
+        group = self._owner.group
+        assert group is not None
+        total.follow(name, args, (group.size, group.size * self._owner.replicas))
+        if name in SCALED and isinstance(result, Tensor):
+            self._mark_total(result, total)
+
+    def returned(self, loss: SplitTensor, count: Any) -> None:
+        """Executors sum the counts of all context ranks: told if rows weigh otherwise than those of a mean."""
+        if loss.partial != TOTAL or self._judges_totals:
+            return
+        total: Total = loss.total  # type: ignore[attr-defined]
+        is_constant = is_constant_count(count, self._shape)
+        if total.knows_ranks or not is_constant or count in self._owner.batch.read_numbers:
+            return
+
+        def note(gradient: Tensor) -> None:
+            total.unit = gradient.detach().double() * count
+            self._counted = total
+
+        loss.register_hook(note)
+
+    def compare(self, gradient: Tensor) -> None:
+        """The first backward has come back to the output: all its sums have their gradients. Warns on every rank."""
+        if self._compared or torch._C._are_functorch_transforms_active():
+            return
+        self._compared = True
+        group = self._owner.group
+        assert group is not None
+        if self._judges_totals:
+            self._numbers[2] = self._weight_of_totals(gradient)
+        else:
+            self._numbers[2] = self._weight_of_count(gradient)
+        self._owner.backward_ended()
+        numbers = torch.cat((self._numbers, self._divisors, self._factors.numbers))
+        gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
+        message, remedy = factors.told_of_factors(gathered[:, 5:])
+        if message:
+            self._owner.tell(message, remedy)
+        if message := told_of_divisors(gathered[:, 3:5], self._divided_by):
+            self._owner.tell(message, BATCH_REMEDY)
+        if self._judges_totals:
+            if message := told_of_totals(gathered[:, 2], group.size):
+                self._owner.tell(message)
+        elif message := told_of_counts(gathered[:, 2], group.size):
+            self._owner.tell(message, COUNT_REMEDY)
+        gathered = gathered[:, :2]
+        used = [
+            rank
+            for rank in range(group.size)
+            if gathered[rank].isfinite().all() and gathered[rank].any()
+        ]
+        # e.g. a rank whose rows are all masked adds nothing, whatever it is divided by
+        if not used:
+            return
+        sizes = gathered[used, 0]
+        tolerance = 1e-2
+        if gradient.dtype in (torch.float32, torch.float64):
+            tolerance = 1e-6
+        off = (gathered[used] - gathered[used[0]]).abs().amax(1)
+        if off.max() > tolerance * sizes.max():
+            first = group.ranks[used[0]]
+            other = group.ranks[used[int(off.argmax())]]
+            one, two = (f"{float(sizes[place]):.6g}" for place in (0, int(off.argmax())))
+            self._owner.tell(
+                "what is summed over this context rank's own rows counts otherwise than the same sum of another: its "
+                f"gradient's norm is {one} on rank {first} and {two} on rank {other}. One process goes on with one "
+                "sum, so tokens weigh differently than there"
+            )
+
+    def _weight_of_totals(self, gradient: Tensor) -> Tensor | float:
+        """What this rank's rows weigh in the loss, if sums say so that nobody divided by a tensor; else 0."""
+        plain = [total.weight for total in self._totals if not total.knows_ranks]
+        weights = [weight for weight in plain if weight is not None]
+        if not weights:
+            return 0.0
+        if self._is_loss:  # masks and weights of rows included
+            return gradient.detach().sum()
+        return torch.stack(weights).sum()
+
+    def _weight_of_count(self, gradient: Tensor) -> Tensor | float:
+        """What this rank's rows weigh in a sum, over what `loss_fn` counts beside it; 0 where it counts rows."""
+        total = self._counted
+        if total is None or total.unit is None:
+            return 0.0
+        weight = gradient.detach().double().sum() if self._is_loss else total.weight
+        return 0.0 if weight is None else weight / total.unit
+
+
+def _with_plain_batch(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def plain(x: Any) -> Any:
+        return x.as_subclass(Tensor) if isinstance(x, SplitTensor) and is_of_batch(x) else x
+
+    found: tuple[tuple, dict[str, Any]] = pytree.tree_map(plain, (args, kwargs))
+    return found
