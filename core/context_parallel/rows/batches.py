@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from core.context_parallel.rows.reads import READS
 from core.context_parallel.rows.selections import selected
 from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.part_sizes import number_of_part
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import LINEAR, Finding, outcome_of
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
@@ -248,6 +249,12 @@ class BatchRows(Follower):
             tensor.numbers = numbers  # type: ignore[attr-defined]
             tensor.counted = tensor.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
 
+    def numbers(self, tensor: SplitTensor, result: Any) -> Any:
+        """Sums of this rank's rows as numbers that are known again where they divide rows."""
+        if not tensor.partial:
+            return result
+        return pytree.tree_map(_known_again, result)
+
     def _note_read(self, result: Any) -> None:
         for number in pytree.tree_leaves(result):
             if isinstance(number, (int, float)) and len(self.read_numbers) < 100:
@@ -257,6 +264,11 @@ class BatchRows(Follower):
 def is_changed(x: SplitTensor) -> bool:
     """Whether a function across rows made it, and nobody has written the ranks' sum into it since."""
     return bool(x.partial) and torch.equal(x, x.counted)  # type: ignore[attr-defined]
+
+
+def _known_again(number: Any) -> Any:
+    # only whether it is one is asked, not of how many ranks
+    return number_of_part(number, 0, set()) if type(number) in (int, float) else number
 
 
 def _axes_like(x: SplitTensor, tensor: Any) -> Axes:

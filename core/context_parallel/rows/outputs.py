@@ -27,6 +27,7 @@ from core.context_parallel.rows.totals import (
     told_of_counts,
     told_of_totals,
 )
+from core.parallel_state.by_hand.part_sizes import PartNumber
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
@@ -92,8 +93,7 @@ class Sums(Follower):
         inputs = self._hear_draws(name, [x for x in inputs if not is_of_batch(x)], result)
         if not inputs:
             return
-        if changed := [x for x in of_batch if is_changed(x)]:
-            self._hear_batch(name, changed, inputs, args, result)
+        self._hear_batch(name, [x for x in of_batch if is_changed(x)], inputs, args)
         if any(x.partial == TOTAL for x in inputs):
             self._follow_total(name, inputs, args, kwargs, result)
             return
@@ -138,17 +138,16 @@ class Sums(Follower):
                 self.mark(tensor, axes)
 
     def _hear_batch(
-        self,
-        name: str,
-        changed: list[SplitTensor],
-        inputs: list[SplitTensor],
-        args: tuple,
-        result: Any,
+        self, name: str, changed: list[SplitTensor], inputs: list[SplitTensor], args: tuple
     ) -> None:
         """Sums over rows, or shifts, of the batch meet rows: sums by which these are divided are compared."""
-        if any(x.requires_grad and not x.partial for x in inputs):
-            for x in changed:
-                self._hear_weights(name, x)
+        if not any(x.requires_grad and not x.partial for x in inputs):
+            return
+        for x in changed:
+            self._hear_weights(name, x)
+        for number in args:
+            if isinstance(number, PartNumber) and isinstance(number, (int, float)):
+                self._note_divisor(torch.full_like(self._divisors[0], number), "a sum")
 
     def _hear_weights(self, name: str, x: SplitTensor) -> None:
         numbers: tuple[Tensor, ...] | None = x.numbers  # type: ignore[attr-defined]
@@ -156,9 +155,12 @@ class Sums(Follower):
             self._owner.batch.tell(x, f"comes to the loss by {name}")
             return
         for number in numbers:
-            self._divisors_count += 1
-            self._divisors += fingerprint(number.double()) * self._divisors_count
-            self._divided_by = x.partial
+            self._note_divisor(number, x.partial)
+
+    def _note_divisor(self, number: Tensor, name: str) -> None:
+        self._divisors_count += 1
+        self._divisors += fingerprint(number.double()) * self._divisors_count
+        self._divided_by = name
 
     def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         # `losses.backward(weights)`: before the backward in which numbers are compared

@@ -44,7 +44,7 @@ def _following(base: type, name: str) -> Callable[..., Any]:
         # times the number of ranks it is the size of all
         is_of_all = "mul" in name and others == (self.ranks,)
         if type(result) in (int, float) and not is_of_all:
-            return _of_part(result, self.ranks, self.as_floats)
+            return number_of_part(result, self.ranks, self.as_floats)
         return result
 
     return method
@@ -69,7 +69,8 @@ def _class(base: type, **more: Any) -> type:
 _CLASS_OF = {int: _class(int, __float__=_as_float), float: _class(float)}
 
 
-def _of_part(number: int | float, ranks: int, as_floats: set[int]) -> Any:
+def number_of_part(number: int | float, ranks: int, as_floats: set[int]) -> Any:
+    """`number`, made of a part that one of `ranks` ranks has, known again; as_floats: as of `PartNumber`."""
     result = _CLASS_OF[type(number)](number)
     result.ranks = ranks
     result.as_floats = as_floats
@@ -80,13 +81,13 @@ def sizes_of_parts(sizes: Any, axes: Axes, dim: Any, ranks: int, as_floats: set[
     """`x.shape`, `x.size(dim)` or `x.numel()` of what is split as `axes` says: the same numbers, known again."""
     if isinstance(sizes, int):
         if split_axes.is_split(axes, [dim] if isinstance(dim, int) else None):
-            return _of_part(sizes, ranks, as_floats)
+            return number_of_part(sizes, ranks, as_floats)
         return sizes
     if len(sizes) != len(axes):
         return sizes
     return torch.Size(
         [
-            _of_part(size, ranks, as_floats) if split_axes.is_split(axes, [place]) else size
+            number_of_part(size, ranks, as_floats) if split_axes.is_split(axes, [place]) else size
             for place, size in enumerate(sizes)
         ]
     )

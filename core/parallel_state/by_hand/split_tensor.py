@@ -49,6 +49,8 @@ class SplitTensor(ListenedTensor):
             if name in ("shape", "size", "numel", "nelement"):
                 return seen_by.sizes(args, kwargs, result)
             seen_by.follow(func, name, inputs, args, kwargs, result)
+            if name in ("item", "tolist"):
+                return seen_by.numbers(inputs[0], result)
         return result
 
     def __format__(self, spec: str) -> str:
@@ -112,6 +114,10 @@ class Follower:
 
     def sizes(self, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """What the program is given of `x.shape` or `x.size(dim)` of what is followed."""
+        return result
+
+    def numbers(self, tensor: SplitTensor, result: Any) -> Any:
+        """What the program is given of `tensor.item()` or `tensor.tolist()`."""
         return result
 
     def read(self, name: str, tensor: SplitTensor) -> None:
