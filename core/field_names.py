@@ -1,6 +1,7 @@
 """A configuration that a program makes: a name that it lacks is told with the nearest, or ours for theirs; a text or
 a fraction where a number belongs is told too."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache, wraps
@@ -8,8 +9,6 @@ from inspect import isclass, signature
 from operator import index
 from types import NoneType
 from typing import Any, SupportsIndex, TypeVar, get_args, get_type_hints
-
-import torch
 
 from core.elsewhere import ELSEWHERE, TORCHTITAN
 
@@ -70,7 +69,7 @@ def tells_names(
 
 @cache
 def _kinds(fields_of: Any) -> dict[str, tuple[type, bool]]:
-    """Name -> (int, float or torch.dtype; whether None is one of its values), of the fields of these kinds alone."""
+    """Name -> (int, float or torch's dtype; whether None is one of its values), of the fields of these kinds."""
     kinds: dict[str, tuple[type, bool]] = {}
     for name, hint in get_type_hints(fields_of).items():
         types = set(get_args(hint) or (hint,))
@@ -78,8 +77,8 @@ def _kinds(fields_of: Any) -> dict[str, tuple[type, bool]]:
         types -= {NoneType}
         if types and types <= {int, float}:
             kinds[name] = (float if float in types else int, is_optional)
-        elif types == {torch.dtype}:
-            kinds[name] = (torch.dtype, is_optional)
+        elif {kind.__name__ for kind in types if isclass(kind)} == {"dtype"}:
+            kinds[name] = (types.pop(), is_optional)
     return kinds
 
 
@@ -113,8 +112,10 @@ def _with_integers(fields_of: Any, arguments: Mapping[str, Any]) -> dict[str, An
 
 def _meant(value: Any, kind: type) -> str:
     """What was meant; where that is open, what is wanted."""
-    if kind is torch.dtype:
-        is_dtype = isinstance(getattr(torch, str(value), None), torch.dtype)
+    if kind not in (int, float):
+        # not imported here: configurations are read without it
+        torch = sys.modules["torch"]
+        is_dtype = isinstance(getattr(torch, str(value), None), kind)
         return f"torch.{value}" if is_dtype else "a torch.dtype, as torch.bfloat16"
     if isinstance(value, (str, float)):
         return _as_number(value, kind)

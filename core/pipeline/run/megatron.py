@@ -281,9 +281,8 @@ def forward_backward(
     (loss, num_tokens, report). Losses are averaged as Megatron does it. model: a module, or this rank's chunks in
     the order of their stages (interleaved 1F1B), with one iterator each. seq_length and micro_batch_size are not
     needed: messages carry their shapes. grad_sync: as for `Pipeline`; without it nobody sums over replicas.
-    step_index: of this step, of which random numbers are a function: the iteration of a script that goes on
-    (default: counted from 0). calculate_per_token_loss: losses are added up as they are, with their num_tokens; a
-    grad_sync divides by those of all ranks, without one nobody does.
+    step_index: of this step, of which random numbers are a function: the iteration of a script that goes on (default:
+    counted from 0). calculate_per_token_loss: losses and num_tokens are added up; a grad_sync divides, else nobody.
     Raises ValueError: another number of iterators than chunks; PipelineError: a failure on any rank.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
