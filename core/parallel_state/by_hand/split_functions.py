@@ -44,7 +44,6 @@ _REDUCTIONS = {
         fft_irfft2
     """,
     (99, 1): "cross_entropy nll_loss local_response_norm",
-    (99, 0): "batch_norm",
 }
 _DRAWS = """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand_like randn_like
@@ -121,6 +120,8 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         if split_axes.is_split(axes, dims):
             return Finding("reduction", name, shape)
         return [(result, axes)]
+    if name in ("batch_norm", "instance_norm", "group_norm"):
+        return _normalized(name, args, kwargs, axes, result)
     # torch.max(a, b) is elementwise
     is_pair = name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)
     if kind == "reduction" or (kind == "sum" and not is_pair):
@@ -150,6 +151,20 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         split_axes.broadcast(_axes(t), result.shape) for t in tensors if hasattr(t, "axes")
     ]
     return [(result, next((candidate for candidate in candidates if candidate is not None), None))]
+
+
+def _normalized(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
+    """Norms over positions, dims 2 ...: of all rows of a batch together (dim 0) too, or of groups of channels."""
+    dims = list(range(2, len(axes)))
+    if name == "batch_norm":
+        if not kwargs.get("training", args[5] if len(args) > 5 else False):
+            return [(result, axes)]
+        dims = [0, *dims]
+    elif name == "instance_norm" and not kwargs.get("use_input_stats", True):
+        return [(result, axes)]
+    if split_axes.is_split(axes, dims):
+        return Finding("reduction", name, tuple(args[0].shape))
+    return [(result, axes)]
 
 
 def _draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -13,7 +13,11 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
-from core.parallel_state.by_hand.functions import called_by_core, function_name
+from core.parallel_state.by_hand.functions import (
+    called_by_core,
+    called_by_torch_module,
+    function_name,
+)
 from core.parallel_state.by_hand.listened_tensor import ListenedTensor
 from core.parallel_state.by_hand.split_axes import Axes
 
@@ -35,7 +39,8 @@ class SplitTensor(ListenedTensor):
             if torch.compiler.is_compiling() or called_by_core(sys._getframe(1)):
                 if function_name(func) == "all_reduce":
                     args[0].__class__ = Tensor  # it is of all ranks now
-                return func(*args, **kwargs)
+                if not _is_heard(args, sys._getframe(1)):
+                    return func(*args, **kwargs)
             inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitTensor)]
             seen_by = inputs[0].seen_by() if inputs else None
             if seen_by is None or torch._C._are_functorch_transforms_active():
@@ -64,12 +69,24 @@ class SplitTensor(ListenedTensor):
             follower.read(name, self)
 
 
+def _is_heard(args: tuple, frame: Any) -> bool:
+    """Whether a module of torch's, which our code called, is one that the follower judges."""
+    if torch.compiler.is_compiling():
+        return False
+    first = next((x for x in args if isinstance(x, SplitTensor)), None)
+    follower = first.seen_by() if first is not None else None
+    return follower is not None and follower.hears_modules and called_by_torch_module(frame)
+
+
 class SplitParameter(SplitTensor, Parameter):
     """A parameter that is followed while a program's own forward may read it."""
 
 
 class Follower:
     """Marks tensors, and is called with what a program does to them."""
+
+    # also with what torch's modules do that our code calls
+    hears_modules = False
 
     def __init__(self) -> None:
         self._marked: list[weakref.ref[Tensor]] = []
