@@ -114,6 +114,8 @@ class _Rows(SplitActivations):
         group = cp if cp is not None else tp
         assert group is not None
         super().__init__(group, compares_factors=True)
+        self._groups = [g for g in (cp, tp if splits_sequence else None) if g is not None]
+        self._collectives: list[int] = []
         self._cp = ps.size("cp")
         self._tp = ps.size("tp") if splits_sequence else 1
         # how many rows a tensor may have, and how many ranks have as many of the others
@@ -138,7 +140,8 @@ class _Rows(SplitActivations):
         def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             self._name = f"{name} ({type(part).__name__})"
             self._is_lost = False
-            self._slices = SlicedRows()
+            self._slices = SlicedRows(self._ranks_of)
+            self._collectives = self._count_collectives()
             if self._factors is not None:
                 self._factors.where = f"{self._name}: "
             self._mark_rows((args, kwargs))
@@ -175,13 +178,24 @@ class _Rows(SplitActivations):
                 self._tell(Finding("cut", "a slice", tuple(x.shape)))
         if not self._slices.are_chunks():
             self._tell(Finding("cut", "a slice", tuple(shifted[0].shape) if shifted else ()))
+        is_lost = self._is_lost or not shifted
         self.make_plain()
-        knows = any(vars(type(child)).get("knows_context") for child in part.modules())
-        if self._is_lost and not self._told and not knows:
-            # hooks of ours must not follow what runs once more
+        if is_lost and not self._told and not self._may_know(part):
             if looks_along(part, args, kwargs, output):
                 self._tell(Finding("reduction", "it", tuple(output.shape)))
+            # our hooks on parts of ours in it
             self.make_plain()
+
+    def _may_know(self, part: nn.Module) -> bool:
+        """Whether rows met in it on purpose: in attention of ours, or in messages that are none of our linears'."""
+        inner = [child for child in part.modules() if child is not part]
+        if any(vars(type(child)).get("knows_context") for child in inner):
+            return True
+        return not any(map(_is_ours, inner)) and self._collectives != self._count_collectives()
+
+    def _count_collectives(self) -> list[int]:
+        groups: list[Any] = [group.process_group for group in self._groups]
+        return [group._get_sequence_number_for_group() for group in groups]
 
     def sizes(self, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         if "size" in self._told:

@@ -215,14 +215,8 @@ def _reduced(
 def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
     if name == "einsum":
         return _einsum(args, result)
-    # channels are dim 1, positions those after it
     if name.startswith("conv"):
-        groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
-        if split_axes.is_split(axes, range(2, len(axes))):
-            return Finding("reduction", name, tuple(args[0].shape))
-        if split_axes.is_split(axes, [1]) and groups == 1:
-            return name
-        return None
+        return _convolved(name, args, kwargs, axes, result)
     if len(args) < 2:
         return None
     left = _axes(args[0])
@@ -241,6 +235,24 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
         return Finding("reduction", name, tuple(args[0].shape))
     product = (*(left if len(left) >= len(right) else right)[:-2], *left[-2:-1], right[-1])
     return [(result, product if len(product) == result.dim() else None)]
+
+
+def _convolved(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
+    """Channels are dim 1, positions those after it; a window of one position is a product."""
+    groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+    positions = [dim for dim in range(2, len(axes)) if split_axes.is_split(axes, [dim])]
+    weight = args[1] if len(args) > 1 else kwargs["weight"]
+    if any(weight.shape[dim] > 1 or result.shape[dim] != args[0].shape[dim] for dim in positions):
+        return Finding("reduction", name, tuple(args[0].shape))
+    if split_axes.is_split(axes, [1]):
+        return name if groups == 1 else None
+    plain = split_axes.plain(result.shape)
+    return [
+        (
+            result,
+            tuple(axes[dim] if dim in (0, *positions) else plain[dim] for dim in range(len(axes))),
+        )
+    ]
 
 
 def _einsum(args: tuple, result: Tensor) -> Outcome:

@@ -4,6 +4,7 @@ A program that saves memory goes through tokens in chunks (`torch.cat([f(c) for 
 any rank's rows. `y[1:] - y[:-1]` meets tokens that other ranks hold. So a piece's first row is kept with it.
 """
 
+from collections.abc import Collection
 from itertools import pairwise
 from typing import Any
 
@@ -27,15 +28,19 @@ def first_row(x: Any) -> int:
 
 
 class SlicedRows:
-    """Slices that a program took of rows by number in one forward of a module."""
+    """Slices that a program took of rows by number in one forward of a module that is given one of `lengths` rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: Collection[int] = ()) -> None:
+        self._lengths = lengths
         self._taken: dict[int, tuple[int, list[tuple[int, int]]]] = {}
         # kept: an id must stay that tensor's
         self._tensors: list[Tensor] = []
 
     def add(self, x: Tensor, n: int, start: int, stop: int) -> None:
         """Rows [start, stop) of the n of x."""
+        # what was padded is cut off again
+        if first_row(x) + start == 0 and n not in self._lengths and stop - start in self._lengths:
+            return
         self._tensors.append(x)
         self._taken.setdefault(id(x), (n, []))[1].append((start, stop))
 

@@ -36,11 +36,13 @@ class SplitTensor(ListenedTensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             # our own layers know what a part is; only the program's use is judged
-            if torch.compiler.is_compiling() or called_by_core(sys._getframe(1)):
+            if torch.compiler.is_compiling():
+                return func(*args, **kwargs)
+            frame = sys._getframe(1)
+            if called_by_core(frame) and not _is_heard(args, frame):
                 if function_name(func) == "all_reduce":
                     args[0].__class__ = Tensor  # it is of all ranks now
-                if not _is_heard(args, sys._getframe(1)):
-                    return func(*args, **kwargs)
+                return func(*args, **kwargs)
             inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitTensor)]
             seen_by = inputs[0].seen_by() if inputs else None
             if seen_by is None or torch._C._are_functorch_transforms_active():
@@ -71,8 +73,6 @@ class SplitTensor(ListenedTensor):
 
 def _is_heard(args: tuple, frame: Any) -> bool:
     """Whether a module of torch's, which our code called, is one that the follower judges."""
-    if torch.compiler.is_compiling():
-        return False
     first = next((x for x in args if isinstance(x, SplitTensor)), None)
     follower = first.seen_by() if first is not None else None
     return follower is not None and follower.hears_modules and called_by_torch_module(frame)
