@@ -27,7 +27,7 @@ class Unsynced:
                 self._at_end = self._arrivals()
 
     def reading(self, sum_and_average: Callable[[], None]) -> Callable[[], None]:
-        """`sum_and_average`, for whoever reads values of `p.grad`; a first read of what DDP has not summed is told."""
+        """`sum_and_average`, for who reads values of `p.grad`; a first read of what DDP has not summed is told."""
 
         def read() -> None:
             count = self._arrivals()
