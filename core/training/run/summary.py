@@ -209,6 +209,21 @@ def _kept(path: Path, written: list[Path], say: Callable[[str], None]) -> Iterat
         say(f"note: {path} is not written: {error}")
 
 
+def _tell_bits(log: MetricsLog, baselines: Mapping[str, float], say: Callable[[str], None]) -> None:
+    """Bits per byte of the baselines and of each validation set's last pass."""
+    # later ones replace earlier ones
+    last = {
+        record.name: record.bits_per_byte
+        for record in log.validations
+        if record.bits_per_byte is not None
+    }
+    if baselines or last:
+        say(
+            "bits per byte: "
+            + ", ".join(f"{name} {value:.3f}" for name, value in ({**baselines, **last}).items())
+        )
+
+
 def tell(
     loaded: Loaded,
     log: MetricsLog,
@@ -256,17 +271,7 @@ def tell(
     say(
         f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n{sample.written}\n---"
     )
-    # later ones replace earlier ones
-    last = {
-        record.name: record.bits_per_byte
-        for record in log.validations
-        if record.bits_per_byte is not None
-    }
-    if baselines or last:
-        say(
-            "bits per byte: "
-            + ", ".join(f"{name} {value:.3f}" for name, value in (baselines | last).items())
-        )
+    _tell_bits(log, baselines, say)
     say("written: " + ", ".join(map(str, written)))
     if _keeps_nothing(loaded.run):
         say(f"note: {_NOT_KEPT}")
