@@ -1,12 +1,14 @@
 """A configuration that a program makes: a name that it lacks is told with the nearest, or ours for theirs; a text or
 a fraction where a number belongs is told too."""
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import cache, wraps
 from inspect import isclass, signature
+from operator import index
 from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, SupportsIndex, TypeVar, get_args, get_type_hints
 
 from core.elsewhere import ELSEWHERE, TORCHTITAN
 
@@ -24,7 +26,8 @@ def tells_names(
 ) -> Callable[[Made], Made]:
     """Decorate a dataclass, or a function that makes one: a name that it lacks is an `UnknownName`.
 
-    A text in place of a number, and a float in place of an int, are a ValueError.
+    What is no number in place of one, and a float in place of an int, are a ValueError; numpy's integers become
+    Python's.
 
     section: the part of a run whose fields these are. remedies: name -> what is said of it. fields_of: the dataclass
     that a function makes. Nothing else changes: signature, fields, pickles, `dataclasses.replace`.
@@ -35,10 +38,10 @@ def tells_names(
 
         @wraps(call)
         def told(*values: Any, **arguments: Any) -> Any:
-            if wrong_numbers := list(_wrong_numbers(fields_of or made, arguments)):
-                raise ValueError(f"{made.__name__}: {'; '.join(wrong_numbers)}")
+            if wrong := list(_wrong_values(fields_of or made, arguments)):
+                raise ValueError(f"{made.__name__}: {'; '.join(wrong)}")
             try:
-                return call(*values, **arguments)
+                return call(*values, **_with_integers(fields_of or made, arguments))
             except TypeError:
                 subject, given = made.__name__, values
                 if isclass(made):
@@ -65,26 +68,58 @@ def tells_names(
 
 
 @cache
-def _number_fields(fields_of: Any) -> dict[str, type]:
-    """Name -> int or float, of the fields that take a number, or None, and nothing else."""
-    numbers: dict[str, type] = {}
+def _kinds(fields_of: Any) -> dict[str, tuple[type, bool]]:
+    """Name -> (int, float or torch's dtype; whether None is one of its values), of the fields of these kinds."""
+    kinds: dict[str, tuple[type, bool]] = {}
     for name, hint in get_type_hints(fields_of).items():
-        types = set(get_args(hint) or (hint,)) - {NoneType}
+        types = set(get_args(hint) or (hint,))
+        is_optional = NoneType in types
+        types -= {NoneType}
         if types and types <= {int, float}:
-            numbers[name] = float if float in types else int
-    return numbers
+            kinds[name] = (float if float in types else int, is_optional)
+        elif {kind.__name__ for kind in types if isclass(kind)} == {"dtype"}:
+            kinds[name] = (types.pop(), is_optional)
+    return kinds
 
 
-def _wrong_numbers(fields_of: Any, arguments: Mapping[str, Any]) -> Iterator[str]:
-    """What is said of each argument that is a text, or a float where the field is an int."""
-    # a text that YAML or a command line left (`1e-3` is one to YAML), a size that a division made
-    if not any(isinstance(value, (str, float)) for value in arguments.values()):
-        return
-    for name, kind in _number_fields(fields_of).items():
-        value = arguments.get(name)
-        if isinstance(value, str) or (kind is int and isinstance(value, float)):
-            meant = _as_number(value, kind)
-            yield f"{name}={value!r} is a {type(value).__name__}; give {name}={meant}"
+def _wrong_values(fields_of: Any, arguments: Mapping[str, Any]) -> Iterator[str]:
+    """What is said of each argument that is no number, or no dtype, where the field is one."""
+    kinds = _kinds(fields_of)
+    for name, value in arguments.items():
+        if name not in kinds:
+            continue
+        kind, is_optional = kinds[name]
+        # a text that YAML or a command line left (`1e-3` is one to YAML), a size that a division made
+        is_wrong = isinstance(value, (str, bool)) or (value is None and not is_optional)
+        if kind is int:
+            is_wrong = is_wrong or isinstance(value, float)
+        if not is_wrong:
+            continue
+        given = "None" if value is None else f"{value!r} is a {type(value).__name__}"
+        yield f"{name}={given}; give {name}={_meant(value, kind)}"
+
+
+def _with_integers(fields_of: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """numpy's integers as Python's, which seeds, files of JSON and shapes want."""
+    kinds = _kinds(fields_of)
+    return {
+        name: index(value)
+        if kinds.get(name, (None,))[0] is int and isinstance(value, SupportsIndex)
+        else value
+        for name, value in arguments.items()
+    }
+
+
+def _meant(value: Any, kind: type) -> str:
+    """What was meant; where that is open, what is wanted."""
+    if kind not in (int, float):
+        # not imported here: configurations are read without it
+        torch = sys.modules["torch"]
+        is_dtype = isinstance(getattr(torch, str(value), None), kind)
+        return f"torch.{value}" if is_dtype else "a torch.dtype, as torch.bfloat16"
+    if isinstance(value, (str, float)):
+        return _as_number(value, kind)
+    return "an integer" if kind is int else "a number"
 
 
 def _as_number(value: str | float, kind: type) -> str:

@@ -6,12 +6,13 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from core.models.gpt import GPTModel, gpt2_config, gpt2_spec, llama_config
 from core.models.gpt.description import described, description
 from core.models.lora import LoraConfig
 from core.optimizer import OptimizerConfig
-from core.parallel_state import ParallelConfig
+from core.parallel_state import ParallelConfig, ParallelState
 from core.training import RunConfig
 from core.training.config.parts.training import TrainingConfig
 from core.transformer.transformer_config import RotaryScaling, TransformerConfig
@@ -81,6 +82,9 @@ def test_values_without_names_are_answered():
         ),
         (ParallelConfig, {"tensor": "2"}, "ParallelConfig: tensor='2' is a str; give tensor=2"),
         (TrainingConfig, {"train_steps": float("inf")}, "train_steps=inf is a float; give train_steps=an integer"),
+        (OptimizerConfig, {"clip_grad": None}, "clip_grad=None; give clip_grad=a number"),
+        (OptimizerConfig, {"clip_grad": True}, "clip_grad=True is a bool; give clip_grad=a number"),
+        (TransformerConfig, SIZES | {"params_dtype": "bfloat16"}, "is a str; give params_dtype=torch.bfloat16"),
     ],
 )
 def test_a_text_where_a_number_belongs_is_told(made, arguments, message):
@@ -91,7 +95,12 @@ def test_a_text_where_a_number_belongs_is_told(made, arguments, message):
 
 def test_numbers_of_other_kinds_are_taken():
     assert OptimizerConfig(lr=1, weight_decay=np.float32(0.5)).lr == 1
-    assert TransformerConfig(**SIZES | {"num_layers": np.int64(3)}).num_layers == 3
+    config = TransformerConfig(**SIZES | {"num_layers": np.int64(3)})
+    assert config.num_layers == 3 and type(config.num_layers) is int
+    model = GPTModel(config, gpt2_spec(), np.int64(10), np.int32(4), parallel=ParallelState.single("cpu"), seed=0)
+    assert model(torch.zeros(1, 4, dtype=torch.int32)).shape == (1, 4, 10)
+    with pytest.raises(ValueError, match=r"got torch.int32 \(1, 4\); give labels.long\(\)"):
+        model(torch.zeros(1, 4, dtype=torch.int32), labels=torch.zeros(1, 4, dtype=torch.int32))
 
 
 def test_everything_else_is_the_dataclass_s():

@@ -9,6 +9,7 @@ from core.context_parallel.documents import (
     within_window,
 )
 from core.context_parallel.kernels import has_kernel
+from core.context_parallel.whole import gather_from_context_region
 
 __all__ = [
     "Documents",
@@ -16,6 +17,7 @@ __all__ = [
     "begin_of_rows",
     "context_attention",
     "document_rows",
+    "gather_from_context_region",
     "has_kernel",
     "visible_mask",
     "within_window",

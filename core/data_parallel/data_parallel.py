@@ -3,8 +3,8 @@
 An all-reduce is a reduce-scatter and an all-gather; ZeRO (arXiv 1910.02054) updates between the two.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from core.data_parallel.frozen import FrozenWeights
 from core.data_parallel.grad_sync import GradientSums
 from core.data_parallel.refusals import refuse_owned, refuse_spread, refuse_unknown, refuse_unused
 from core.data_parallel.replicas import check_replicas, check_shards
+from core.data_parallel.unsynced import Unsynced
 from core.data_parallel.watch import UpdateWatch
 from core.data_parallel.weights.kept import KeptMemory
 from core.data_parallel.weights.start import check_parts, new_parameters
@@ -145,13 +146,14 @@ class DataParallel(BesideModule, GradSync):
             overlap=self.overlap,
             backward_begins=self._plain_backward,
         )
+        self._unsynced = Unsynced(lambda: self._gradient_sums.arrivals)
         self._gradient_sums = GradientSums(
             holders,
             slots,
             divided=self.zero_stage >= 2,
             overlap=self.overlap,
             backward_passes=self.backward_passes,
-            sum_and_average=self._sum_and_average,
+            sum_and_average=self._unsynced.reading(self._sum_and_average),
             meet=self._meet,
             zero_all=self.zero_grad,
             unsum=self._unsum,
@@ -315,11 +317,9 @@ class DataParallel(BesideModule, GradSync):
         self.wait()
         self.take_weights()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """For loops written for DDP; does nothing. ZeRO-0 and 1 sum once per step anyway; 2 and 3 cannot wait,
-        because full gradients are what they do not hold."""
-        yield
+    def no_sync(self) -> AbstractContextManager[None]:
+        """For loops written for DDP: sums come once per step anyway. A read of `p.grad` in it is told."""
+        return self._unsynced.begun()
 
     def take_gradients(self) -> Tensor:
         """Before an update: adopt `p.grad`; None is no gradient. Returns the number of `ChangesByHand.take`."""

@@ -52,6 +52,7 @@ class GradientSums:
         unsum: Callable[[], None],
     ) -> None:
         self.slots = slots
+        self.arrivals = 0  # of gradients, from autograd
         self.sum_and_average = sum_and_average
         self.zero_all = zero_all
         self._unsum = unsum
@@ -175,6 +176,7 @@ class GradientSums:
                 slot.buffer.refuse_moved()
             parameter.grad = slot.gradient if slot.shown else None
         slot.delivered = True
+        self.arrivals += 1
         if self.split:
             self._hooked.append(slot)
         else:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from core.optimizer.state.shown import ReadOnlyStates, ShardSums, StateByParameter, shown
+from core.optimizer.state.shown import (
+    ReadOnlyStates,
+    ShardSums,
+    ShownCount,
+    StateByParameter,
+    shown,
+)
 
 if TYPE_CHECKING:
     from core.optimizer.groups import Groups
@@ -100,8 +106,8 @@ class TorchFace(torch.optim.Optimizer):
 
     def _updates_of(self, name: str) -> Tensor:
         """A copy of one parameter's "step", as in torch; a write raises an error: all parameters share a count."""
-        with torch.inference_mode():
-            return self._step.cpu() - self._reached.behind.get(name, 0)  # type: ignore[attr-defined]
+        updates = self._step.cpu() - self._reached.behind.get(name, 0)  # type: ignore[attr-defined]
+        return updates.detach().as_subclass(ShownCount)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises ValueError always: states lie in buckets that were laid out when this was made."""

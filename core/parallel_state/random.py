@@ -25,7 +25,7 @@ def mix32(*values: int | str) -> int:
     state = 0x9E3779B97F4A7C15
     for value in values:
         state = (
-            state ^ (_name_hash(value) if isinstance(value, str) else value & _MASK)
+            state ^ (_name_hash(value) if isinstance(value, str) else int(value) & _MASK)
         ) + 0x9E3779B97F4A7C15 & _MASK
         state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK

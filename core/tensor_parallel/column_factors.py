@@ -50,6 +50,8 @@ class ColumnFactors:
     def __init__(self) -> None:
         self._forwards = 0
         self._noted: list[tuple[Tensor, str]] = []
+        # begins what is said of what is noted now
+        self.where = ""
 
     @torch.no_grad()
     def note(
@@ -67,8 +69,14 @@ class ColumnFactors:
                 return
             # infinities of a mask would make all products nan
             finite = values.double().nan_to_num(nan=0.0, posinf=1e3, neginf=-1e3)
-            text = f"{name} of {list(inputs[0].shape)}"
+            text = f"{self.where}{name} of {list(inputs[0].shape)}"
             self._noted.append((fingerprint(finite) * varies.to(finite.device), text))
+
+    @torch.no_grad()
+    def note_draw(self, name: str, mask: Tensor) -> None:
+        """A mask that was drawn for a part."""
+        if len(self._noted) < MAX_FACTORS:
+            self._noted.append((fingerprint(_sampled(mask, None).double()), self.where + name))
 
     def compare(self, group: Group, device: torch.device) -> str:
         """Before a forward: the function whose numbers in the last one are the same on all ranks; else "".

@@ -113,8 +113,11 @@ class SplitActivations(Follower):
             self._factors = None
         if found and "factors" not in self._told and not (self._told and self._message):
             self._told.add("factors")
-            text = message_of(found, self._group.size)
-            warnings.warn(f"{text}. {self._message}".removesuffix(". "), stacklevel=6)
+            self._tell_of_factors(found)
+
+    def _tell_of_factors(self, found: str) -> None:
+        text = message_of(found, self._group.size)
+        warnings.warn(f"{text}. {self._message}".removesuffix(". "), stacklevel=7)
 
     @property
     def num_hooks(self) -> int:

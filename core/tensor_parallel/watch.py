@@ -22,7 +22,6 @@ from core.parallel_state.collectives.checks import checksum, fingerprint
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
-from core.tensor_parallel.along_sequence import probe_foreign_modules
 from core.tensor_parallel.differences import BATCH, difference_message
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
 from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
@@ -130,8 +129,6 @@ class SplitWatch:
         keep_layouts(module)
         if self._sums_foreign:
             sum_gradients_of_foreign(module, self._group)
-            if self._forwards == 1:
-                probe_foreign_modules(module)
         self._look_at_hooks(module)
         if self._group is not None:
             self._compare(self._group, module, [x for x in inputs if x is not None])

@@ -73,6 +73,61 @@ def test_a_prompt_begins_as_the_tokenizer_begins_a_text(tmp_path, chat_folder):
     assert not file.answers(0, 1).any()
 
 
+def test_rows_of_tables_are_those_of_lines(tmp_path, chat_folder):
+    """Fields that only some messages have are null in a table."""
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"messages": TALK, "id": 1}, {"messages": [TALK[1], TALK[2] | {"name": "four"}], "id": 2}]
+    tokenizer = ("--tokenizer", str(chat_folder / "tokenizer.json"))
+    expected = written(tmp_path, rows, *tokenizer)
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
+    for name in ("a.parquet", "saved"):
+        output = str(tmp_path / f"{name}.out")
+        assert prepare(["--input", str(tmp_path / name), "--output", output, *tokenizer]) == 0
+        found = TokenFile(output)
+        assert found.marks_answers and found.num_documents == 2
+        for number in range(2):
+            assert found.document(number).tolist() == expected.document(number).tolist()
+    prompts = [{"prompt": "a", "response": "b"}]
+    parquet.write_table(pyarrow.Table.from_pylist(prompts), tmp_path / "b.parquet")
+    assert prepare(["--input", str(tmp_path / "b.parquet"), "--output", str(tmp_path / "b")]) == 0
+    assert TokenFile(tmp_path / "b").document(0).tolist() == [*b"ab", 256]
+
+
+def test_of_a_prompt_of_messages_only_the_completion_is_learned(tmp_path, chat_folder):
+    row = {"prompt": TALK[:4], "completion": TALK[4:]}
+    file = written(tmp_path, [row], "--tokenizer", str(chat_folder / "tokenizer.json"))
+    learned = file.document(0)[file.answers(0, file.num_tokens)]
+    assert load_tokenizer(chat_folder / "tokenizer.json").decode(learned.tolist()) == "A cat — é.<|im_end|>"
+
+
+def test_a_chat_whose_template_rewrites_turns_is_a_document_for_each_answer(tmp_path, chat_folder):
+    """As Qwen3's: the last answer begins with thoughts, earlier ones do not."""
+    folder = tmp_path / "thinking"
+    shutil.copytree(chat_folder, folder)
+    template = CHATML.replace(
+        "{{ m['content'] }}",
+        "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}",
+    )
+    for path in folder.glob("chat_template*"):
+        path.unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    file = written(tmp_path, [{"messages": TALK}], "--tokenizer", str(folder / "tokenizer.json"))
+    tokenizer = load_tokenizer(folder / "tokenizer.json")
+    found = []
+    for number in range(file.num_documents):
+        tokens = file.document(number)
+        learned = file.answers(file.document_start(number), file.document_start(number + 1))
+        found.append((tokenizer.decode(tokens.tolist()), tokenizer.decode(tokens[learned].tolist())))
+    assert [learned for _, learned in found] == [
+        "<think></think>Four.<|im_end|>",
+        "<think></think>A cat — é.<|im_end|>",
+    ]
+    assert "assistant\nFour." in found[1][0], "the earlier turn as it is then"
+
+
 BAD = {
     "no roles": ({"messages": [{"content": "a"}]}, "1 chats whose messages lack a role or a content"),
     "no answer": ({"messages": TALK[:2]}, "1 chats without an answer of the assistant"),

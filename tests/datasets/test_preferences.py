@@ -53,6 +53,14 @@ def test_messages_are_rendered_by_the_template_and_only_the_response_is_learned(
     assert [learned for _, learned in found[:2]] == ["A cat — é.<|im_end|>", "A dog.<|im_end|>"]
 
 
+def test_pairs_of_a_table_are_those_of_lines(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    expected = texts(prepared(tmp_path, [ROW]))
+    parquet.write_table(pyarrow.Table.from_pylist([ROW]), tmp_path / "a.parquet")
+    assert prepare(["--input", str(tmp_path / "a.parquet"), "--output", str(tmp_path / "a")]) == 0
+    assert TokenFile(tmp_path / "a").holds_preferences and texts(TokenFile(tmp_path / "a")) == expected
+
+
 BAD = {
     "rejected": ({"prompt": "a", "chosen": "b"}, 'rows.jsonl:2: lacks "rejected"'),
     "both": ({"prompt": "a", "chosen": None}, 'rows.jsonl:2: lacks "chosen" and "rejected"'),

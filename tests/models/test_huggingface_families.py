@@ -257,8 +257,8 @@ CONTRADICTIONS = {
     ),
     "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not this family's"),
     "no factor": ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "a field of another kind"),
-    "a text": ({"hidden_size": "32"}, "a field of another kind"),
-    "nothing": ({"rms_norm_eps": None}, "a field of another kind"),
+    "a text": ({"hidden_size": "32"}, "hidden_size='32' is a str; give hidden_size=32"),
+    "nothing": ({"rms_norm_eps": None}, "layernorm_epsilon=None; give layernorm_epsilon=a number"),
     "a list": ({"model_type": ["llama"]}, "is not supported; known"),
 }
 

@@ -1,6 +1,7 @@
 """A model that many ranks hold together goes to transformers: bit for bit what a checkpoint's export writes."""
 
 import errno
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,6 +54,11 @@ def both_ways(kind, dtype, weights, layout, zero, schedule, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exchange, "all_to_all", counted)
         save_huggingface(shard, folder / "live", file_bytes=FILE_BYTES)
+    # what `initialize` returns has it; modules know the layout that they were built for
+    save_huggingface(SimpleNamespace(shard=shard), folder / "engine", file_bytes=FILE_BYTES)
+    if zero < 3:
+        modules = nn.ModuleDict({str(number): stage for number, stage in stages.items()})
+        save_huggingface(modules if ps.size("pp") > 1 else modules["0"], folder / "modules", file_bytes=FILE_BYTES)
     return received
 
 
@@ -89,6 +95,8 @@ def test_all_ranks_write_what_the_export_of_their_checkpoint_writes(
     exporting.export_huggingface(tmp_path / "ckpt", tmp_path / "exported", file_bytes=FILE_BYTES, check=True)
     live, exported = files_of(tmp_path / "live"), files_of(tmp_path / "exported")
     assert live == exported and len(live) > 4
+    assert files_of(tmp_path / "engine") == live
+    assert zero == 3 or files_of(tmp_path / "modules") == live
     # the first rank receives no more at once than one parameter, the others nothing
     largest = max(parameter.nbytes for parameter in theirs.parameters())
     assert max(received[0], default=0) <= 3 * largest + 64 * BYTES_PER_MESSAGE

@@ -105,3 +105,19 @@ def test_states_of_ones_own_are_shown_their_place():
         for p, slow in own.items():
             p.copy_(slow.lerp_(p, 0.5))
     assert torch.equal(own[model.weight], model.weight)
+
+
+def test_a_count_is_a_copy_and_says_so_where_it_is_written_to():
+    model = nn.Linear(4, 4, bias=False, dtype=torch.float64)
+    shard = DataParallel(model, state())
+    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.01))
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    optimizer.step()
+    count = optimizer.state[model.weight]["step"]
+    assert float(count) == 1 and f"{count + 1}" == "2.0" and type(count + 1) is torch.Tensor
+    for write in (lambda: count.zero_(), lambda: count.copy_(count), lambda: count.add_(1)):
+        with pytest.raises(
+            ValueError, match=r"which is a copy: .* To begin anew load a state_dict\(\) of before the"
+        ):
+            write()
+    assert float(optimizer.state[model.weight]["step"]) == 1

@@ -14,8 +14,10 @@ from tokenizers.processors import TemplateProcessing
 
 from core.datasets import load_tokenizer, train_tokenizer
 from core.datasets.tokenizers.folder import stop_tokens
+from core.dist_checkpointing import save
 from core.models.huggingface import from_huggingface
 from core.models.huggingface.importing import import_huggingface
+from core.parallel_state import ParallelState
 from core.training.generate import main
 from core.training.run.trained import find_trained
 from tests import warm
@@ -186,3 +188,12 @@ def test_a_chat_needs_its_template(folder):
         main([str(folder), "--chat", "--prompt", "x"])
     with pytest.raises(ValueError, match="--system is a message of a chat; give --chat too"):
         main([str(folder), "--system", "short", "--prompt", "x"])
+
+
+def test_a_model_of_ones_own_is_told(tmp_path):
+    state = {"w": torch.ones(2)}
+    save(state, tmp_path / "own", ps=ParallelState.single("cpu"), run={"settings": {"model.build": "mine:build"}})
+    with pytest.raises(
+        ValueError, match=r"own is of a model of one's own \(model.build = 'mine:build'\), which this"
+    ):
+        main([str(tmp_path / "own"), "--prompt", "x"])

@@ -1,8 +1,12 @@
 """Numbers that people read: the line, JSONL, the picture, the terminal."""
 
+import errno
 import json
 import math
 import struct
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +16,7 @@ from core.pipeline.schedule.timeline import Event
 from core.training.log.console import Console, fitted
 from core.training.log.metrics import MetricsLog, StepRecord, memory_mib, read_metrics
 from core.training.log.validation import ValidationRecord, read_validations
-from core.training.run.summary import write_report
+from core.training.run.summary import _kept, write_report
 
 OLD = {  # a record of a run from before `mfu`
     "grad_norm": 0.75,
@@ -235,3 +239,33 @@ def test_a_resumed_run_starts_its_bar_where_it_was(monkeypatch, capsys):
     monkeypatch.setattr("rich._console", None)
     with Console(0, 9, start=7) as console:
         assert console._progress.tasks[0].completed == 7, "else the first step would count for eight"
+
+
+def test_a_full_disk_of_the_log_does_not_end_the_run(tmp_path, monkeypatch):
+    received = []
+    sink = SimpleNamespace(add=received.append, close=lambda: None)
+    log = MetricsLog(tmp_path, sinks=[sink])
+    log.add(record(1))
+
+    def full(self, *args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.warns(UserWarning, match=r"metrics.jsonl cannot be written: .*No space.*from step 2 on it"):
+            log.add(record(2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            log.add(record(3))
+    assert [one.step for one in log.records] == [1, 2, 3] == [one.step for one in received]
+    assert [one.step for one in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_a_file_of_a_run_that_is_over_is_said_not_to_be_written(tmp_path):
+    written, said = [], []
+    with _kept(tmp_path / "a", written, said.append):
+        pass
+    with _kept(tmp_path / "b", written, said.append):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert written == [tmp_path / "a"]
+    assert said == [f"note: {tmp_path / 'b'} is not written: [Errno 28] No space left on device"]

@@ -286,6 +286,25 @@ def layer_drop(side: Side) -> dict[str, Tensor]:
     return side.weights(optimizer, model)
 
 
+@habit(
+    "p.grad.norm() after a backward inside of no_sync()",
+    "read after a backward inside of no_sync, where DDP has this rank's own",
+    "`torch.autograd.grad(loss, parameters)` is a rank's own",
+    outcome="told",
+)
+def noise_scale(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    for step in range(2):
+        with optimizer.shard.no_sync() if side.ours else nullcontext():
+            (loss_of(model, side.x(step)) / 2).backward()
+        float(model.last.weight.grad.norm())
+        (loss_of(model, side.x(step + 9)) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return side.weights(optimizer, model)
+
+
 @habit("with no_sync() around all but the last backward")
 def without_sync(side: Side) -> dict[str, Tensor]:
     model = side.net()

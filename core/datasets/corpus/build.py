@@ -9,9 +9,9 @@ from pathlib import Path
 
 from core.datasets.card import TokenCard, card_path, read_card, tokenizer_path
 from core.datasets.corpus.documents import CHUNK_BYTES, Encoder, TextChunk
-from core.datasets.corpus.opening import first_row
 from core.datasets.corpus.readers import read_chunks
 from core.datasets.corpus.sources import TextSource, find_sources
+from core.datasets.corpus.tables import first_row_of
 from core.datasets.corpus.workers import available_cores, encode_all
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
@@ -65,10 +65,12 @@ class TextFiles:
         """Size of the sources on disk, in bytes."""
         return sum(source.size for source in self.sources)
 
-    def chunks(self, skipped: Counter[str]) -> Iterator[TextChunk]:
-        """The content; what is not read is counted in `skipped`."""
+    def chunks(self, skipped: Counter[str], *, rows: bool = False) -> Iterator[TextChunk]:
+        """The content; what is not read is counted in `skipped`. rows: see `read_chunks`."""
         skipped.update(self.passed_over)
-        return read_chunks(self.sources, skipped, documents=self.documents, text_key=self.text_key)
+        return read_chunks(
+            self.sources, skipped, documents=self.documents, text_key=self.text_key, rows=rows
+        )
 
     def texts(self, encoder: Encoder, limit: int = LEARNED_BYTES) -> Iterator[str]:
         """Documents, or parts of large ones, until `limit` bytes are reached: what a tokenizer learns from."""
@@ -144,7 +146,7 @@ def prepare_files(
 def _keys_told(sources: Sequence[TextSource]) -> str:
     """The keys of a first row, and those that are wanted; empty where nothing has rows."""
     for source in sources:
-        row = first_row(source.path) if source.kind == "jsonl" else None
+        row = first_row_of(source)
         if isinstance(row, dict):
             return (
                 f"the rows of {source.path} have {', '.join(map(repr, row))}, wanted is "

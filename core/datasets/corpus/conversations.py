@@ -15,8 +15,8 @@ import numpy as np
 
 from core.datasets.card import card_path, read_card, tokenizer_path
 from core.datasets.corpus.build import CorpusFiles, TextFiles, checked_prefix, skipped_text
-from core.datasets.corpus.opening import first_row
 from core.datasets.corpus.sources import TextSource
+from core.datasets.corpus.tables import first_row_of
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
@@ -44,6 +44,10 @@ class Conversation(NamedTuple):
 
 class UnusableRowError(Exception):
     """Why a row is skipped."""
+
+
+class _RewrittenTurnsError(UnusableRowError):
+    """A chat template writes a turn otherwise once others follow it."""
 
 
 class ChatTemplate:
@@ -90,7 +94,7 @@ class ChatTemplate:
             if not (
                 text.startswith(before) and text.startswith(through) and len(before) < len(through)
             ):
-                raise UnusableRowError(_REWRITTEN)
+                raise _RewrittenTurnsError(_REWRITTEN)
             spans.append((len(before), len(through)))
         # the template has written the special tokens already
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -116,7 +120,7 @@ def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> boo
     chats: list[TextSource] = []
     others: list[TextSource] = []
     for source in sources:
-        if source.kind == "jsonl" and _is_conversation(first_row(source.path)):
+        if _is_conversation(first_row_of(source)):
             chats.append(source)
         else:
             others.append(source)
@@ -166,21 +170,36 @@ class ConversationEncoder:
         self._folder = folder
         self._template: ChatTemplate | None = None
 
-    def encode(self, row: Any) -> Conversation:
-        """Ends with the end of text; the end of a prompt's answer is learned. Raises `UnusableRowError`."""
+    def encode(self, row: Any) -> list[Conversation]:
+        """Each ends with the end of text; the end of a prompt's answer is learned. Raises `UnusableRowError`.
+
+        One, but of a chat whose template rewrites earlier turns (thoughts that only the last answer keeps): one for
+        each answer, as the model will have seen the chat when it gives that.
+        """
         if isinstance(row, dict) and "messages" in row:
-            return self.encode_chat(row["messages"], row.get("tools"))
+            return self._turns(row["messages"], row.get("tools"))
         if isinstance(row, dict) and _CHATS in row:
-            return self.encode_chat(_of_sharegpt(row), row.get("tools"))
+            return self._turns(_of_sharegpt(row), row.get("tools"))
         prompt = row.get("prompt") if isinstance(row, dict) else None
         answer = None
         if prompt is not None:
             answer = next((row[key] for key in ANSWERS if key in row), None)
         if isinstance(prompt, list) and isinstance(answer, list):
-            return self.encode_chat([*prompt, *answer], row.get("tools"))
+            return self._turns([*prompt, *answer], row.get("tools"), len(prompt))
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise UnusableRowError(_NEITHER)
-        return self.encode_answer(prompt, answer)
+        return [self.encode_answer(prompt, answer)]
+
+    def _turns(self, messages: Any, tools: Any, prompt: int = 0) -> list[Conversation]:
+        try:
+            return [self.encode_chat(messages, tools, prompt)]
+        except _RewrittenTurnsError:
+            answers = [
+                number
+                for number, message in enumerate(messages)
+                if message["role"] == "assistant" and number >= prompt
+            ]
+            return [self.encode_chat(messages[: n + 1], tools, n) for n in answers]
 
     def encode_answer(self, prompt: str, answer: str) -> Conversation:
         """The two joined, behind what opens a text; with the answer's end, and the end of text, where that is another
@@ -257,14 +276,15 @@ def prepare_conversations(
         sources=text.inputs,
         marks_answers=True,
     ) as writer:
-        for chunk in text.chunks(writer.skipped):
+        for chunk in text.chunks(writer.skipped, rows=True):
             for row in _parsed_rows(chunk.content, writer.skipped):
                 try:
-                    tokens, answers = encoder.encode(row)
+                    conversations = encoder.encode(row)
                 except UnusableRowError as error:
                     writer.skipped[str(error)] += 1
                     continue
-                writer.add_conversation(np.array(tokens), np.array(answers))
+                for tokens, answers in conversations:
+                    writer.add_conversation(np.array(tokens), np.array(answers))
             assert isinstance(chunk.content, bytes)
             writer.text_bytes += len(chunk.content)
             advance(chunk.size)

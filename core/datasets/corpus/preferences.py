@@ -18,8 +18,8 @@ from core.datasets.corpus.conversations import (
     ConversationEncoder,
     UnusableRowError,
 )
-from core.datasets.corpus.opening import first_row, numbered_rows
 from core.datasets.corpus.sources import TextSource
+from core.datasets.corpus.tables import first_row_of, numbered_rows_of
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
@@ -37,7 +37,7 @@ def are_preferences(sources: list[TextSource] | tuple[TextSource, ...]) -> bool:
     pairs: list[TextSource] = []
     others: list[TextSource] = []
     for source in sources:
-        row = first_row(source.path) if source.kind == "jsonl" else None
+        row = first_row_of(source)
         is_pair = isinstance(row, dict) and any(name in row for name in RESPONSES)
         (pairs if is_pair else others).append(source)
     if pairs and others:
@@ -125,7 +125,7 @@ def prepare_preferences(
         in_pairs=True,
     ) as writer:
         for source in text.sources:
-            for number, line in numbered_rows(source.path):
+            for number, line in numbered_rows_of(source):
                 try:
                     pair = encode_pair(_parsed(line), encoder)
                 except UnusableRowError as error:

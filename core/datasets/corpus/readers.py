@@ -15,10 +15,10 @@ from core.datasets.corpus.documents import (
 )
 from core.datasets.corpus.opening import OpenedText, import_extra, open_text
 from core.datasets.corpus.sources import TextSource
+from core.datasets.corpus.tables import ROWS_AT_ONCE, TABLES, DamagedTableError, table_chunks
 
 # read at once; a larger text file becomes several documents
 PORTION_BYTES = 64 << 20
-_ROWS = 512
 
 
 def read_chunks(
@@ -27,17 +27,21 @@ def read_chunks(
     *,
     documents: str = "file",
     text_key: str = "text",
+    rows: bool = False,
 ) -> Iterator[TextChunk]:
     """The content of the sources, in their order, in chunks of about 1 MB.
 
     documents: what a document is in a text file: `file`, `paragraph` (between blank lines) or `line`; a `file` of
     more than 64 MB is several. Of a damaged compressed file, the whole documents (of kind `file`: lines) up to the
-    damage are read. Whatever cannot be read is counted in `skipped`, by reason.
+    damage are read. Whatever cannot be read is counted in `skipped`, by reason. rows: of tables all columns, as JSON
+    lines; else those of `text_key`.
     Raises `ImportError` with the remedy: a source that needs an extra.
     """
     for source in sources:
         try:
-            if source.kind == "parquet":
+            if rows and source.kind in TABLES:
+                yield from table_chunks(source)
+            elif source.kind == "parquet":
                 yield from _parquet_chunks(source, text_key)
             elif source.kind == "dataset":
                 yield from _dataset_chunks(source, text_key)
@@ -50,14 +54,10 @@ def read_chunks(
                         yield from _text_chunks(opened, documents, skipped)
                     if opened.damage() is not None:
                         skipped["damaged compressed files"] += 1
-        except _Damaged:
+        except DamagedTableError:
             skipped["files damaged from some place on"] += 1
         except OSError:
             skipped["files that cannot be read"] += 1
-
-
-class _Damaged(Exception):
-    """A damaged file, where the library that reads it has exceptions of its own."""
 
 
 def _line_chunks(opened: OpenedText) -> Iterator[TextChunk]:
@@ -141,12 +141,12 @@ def _parquet_chunks(source: TextSource, text_key: str) -> Iterator[TextChunk]:
                 yield TextChunk("texts", [None] * rows, source.size)
                 return
             # only the column of texts, a few rows at a time: row groups may be larger than memory
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[text_key]):
+            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=[text_key]):
                 yield TextChunk(
                     "texts", batch.column(0).to_pylist(), source.size * len(batch) // max(1, rows)
                 )
     except import_extra("pyarrow", source.path).ArrowInvalid as error:
-        raise _Damaged(str(error)) from error
+        raise DamagedTableError(str(error)) from error
 
 
 def _dataset_chunks(source: TextSource, text_key: str) -> Iterator[TextChunk]:
@@ -154,6 +154,6 @@ def _dataset_chunks(source: TextSource, text_key: str) -> Iterator[TextChunk]:
     if text_key not in dataset.column_names:
         yield TextChunk("texts", [None] * len(dataset), source.size)
         return
-    for batch in dataset.select_columns([text_key]).iter(batch_size=_ROWS):
+    for batch in dataset.select_columns([text_key]).iter(batch_size=ROWS_AT_ONCE):
         texts = list(batch[text_key])
         yield TextChunk("texts", texts, source.size * len(texts) // max(1, len(dataset)))

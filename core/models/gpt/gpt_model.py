@@ -21,12 +21,7 @@ from core.models.gpt.inputs import (
 )
 from core.models.gpt.layer_numbers import stack_of, stage_layers
 from core.models.gpt.weights import ModelWeights
-from core.parallel_state import (
-    ContextRows,
-    ParallelState,
-    current_state,
-    seeded,
-)
+from core.parallel_state import ContextRows, ParallelState, current_state, seeded
 from core.parallel_state.collectives import broadcast
 from core.parallel_state.environment import check_dtype
 from core.parallel_state.random import chosen_seed
@@ -42,6 +37,7 @@ from core.tensor_parallel.watch import split_watch
 from core.tensor_parallel.whole_matrices import watch_optimizers
 from core.transformer.layer import TransformerBlock
 from core.transformer.moe.balance import follow_loss
+from core.transformer.own_parts import OwnParts
 from core.transformer.rules import check_layout, knows_context
 from core.transformer.spec import Build, TransformerLayerSpec
 from core.transformer.transformer_config import TransformerConfig
@@ -160,6 +156,7 @@ class GPTModel(ModelWeights):
             sum_gradients_of_foreign(self, place.group)
         self._first_inputs = FirstInputs()
         self._row_sums = RowSums(ps.group("cp"), replicas=ps.size("dp"))
+        self._own_parts = OwnParts(ps, splits_sequence=place.splits_sequence)
         experts = None
         if self.config.num_moe_experts is not None:
             experts = ps.group("ep")
@@ -209,6 +206,7 @@ class GPTModel(ModelWeights):
         if is_eager := not torch.compiler.is_compiling():
             shares = (s, s // self.place.tp if self.place.splits_sequence else s)
             self._row_sums.look_inside(self, shares, (tokens, labels), sums=self.stage.driven)
+            self._own_parts.attach(self, s, is_whole=self.stage.whole_sequences)
         # Driven by an executor, dropout's seed is a function of (seed, step, microbatch). In a plain loop it is drawn
         # once per forward from torch's generator, so that `torch.manual_seed` and torch's checkpoint work as usual.
         if self.draws and self.training and not self.stage.driven:
@@ -225,6 +223,7 @@ class GPTModel(ModelWeights):
     def _follow_output(self, output: Tensor, *, is_loss: bool) -> None:
         """After a forward: what a program does with its output and, until the next one, by hand."""
         self._row_sums.end_look()
+        self._own_parts.detach()
         # an executor sums over the ranks by itself; in a loop of the user's own, mistakes are looked for
         if self.stage.driven or not output.requires_grad:
             if self.post_process:

@@ -99,8 +99,10 @@ def check_optional(
                 f"{shape}; None is causal"
             )
     if labels is not None and (labels.dtype != torch.int64 or tuple(labels.shape) != (b, s)):
+        is_other_integer = labels.dtype != torch.int64 and not labels.is_floating_point()
+        remedy = "; give labels.long()" if is_other_integer else ""
         raise ValueError(
-            f"labels must be int64 [b, s] = {(b, s)}, got {labels.dtype} {tuple(labels.shape)}"
+            f"labels must be int64 [b, s] = {(b, s)}, got {labels.dtype} {tuple(labels.shape)}{remedy}"
         )
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.data_parallel import DataParallel
 from core.dist_checkpointing.planning.exchange import owned_cells
@@ -181,7 +181,8 @@ def save_huggingface(
     The first rank writes, the same files as `export_huggingface` of a checkpoint of the model. No rank but that one
     gathers anything, and that one holds one tensor at a time; what ZeRO cut is sent as it lies.
 
-    model: a GPTModel, a rank's pipeline stages, or the `DataParallel` that holds them: under ZeRO-3 that.
+    model: a GPTModel, a rank's pipeline stages, the `DataParallel` that holds them (under ZeRO-3 that), or what
+    `initialize` returned. ps: default: the one that the model was built for.
     source: as `export_huggingface`; only the first rank reads it. tokenizer: what a run
     says of its own: {"path": of tokenizer.json, "identity": ..., "end_of_text": its id}, which are for where there is
     no source, and "answer_ends". progress: called on the
@@ -190,6 +191,7 @@ def save_huggingface(
     than `source` describes, a fact that no family has, a folder that is there), OSError (no space). Nothing
     half-written is left.
     """
+    model = _unwrapped(model)
     parallel = _state_of(model, ps)
     weights = _Gathered(model, parallel)
 
@@ -224,11 +226,31 @@ def save_huggingface(
     agree(problem, parallel)
 
 
+def _unwrapped(model: Any) -> DataParallel | Modules:
+    """What an engine holds in its `shard`, and wrappers (DDP, a ModuleDict of stages by number) in them."""
+    shard = getattr(model, "shard", None)
+    if isinstance(shard, DataParallel):
+        return shard
+    while isinstance(model, nn.Module) and not isinstance(model, GPTModel):
+        inner = getattr(model, "module", None)
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    if isinstance(model, nn.ModuleDict):
+        return {int(number): stage for number, stage in model.items()}
+    unwrapped: Modules = model
+    return unwrapped
+
+
 def _state_of(model: DataParallel | Modules, ps: ParallelState | None) -> ParallelState:
     if isinstance(model, DataParallel):
         return model.ps
     if ps is not None:
         return ps
+    # the layout that the model was built for
+    state = getattr(next(iter(modules_of(model).values())), "parallel", None)
+    if isinstance(state, ParallelState):
+        return state
     return default_state()
 
 

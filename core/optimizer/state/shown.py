@@ -20,6 +20,7 @@ _OWN_DICT = (
     "Keep tensors of your own beside a parameter (slow weights, averages) in a dict of your own, keyed by the "
     "parameter: own[p] = p.detach().clone()"
 )
+_ANEW = "To begin anew load a state_dict() of before the first step, or make the optimizer anew"
 
 
 class ReadOnlyStates(dict):
@@ -28,8 +29,7 @@ class ReadOnlyStates(dict):
     def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ValueError(
             f"optimizer.state shows {len(self)} entries that lie in buckets: none can be put in or taken out. "
-            f"{_OWN_DICT}. To begin anew zero their tensors, load a state_dict() of before the first step, or make "
-            "the optimizer anew"
+            f"{_OWN_DICT}. {_ANEW}"
         )
 
     clear = pop = popitem = setdefault = update = __setitem__ = __delitem__ = __ior__ = (
@@ -46,6 +46,24 @@ class StateByParameter(ReadOnlyStates):
             f"of its own part, this one those of {len(self)} parameters (optimizer.state lists them). "
             f"{_OWN_DICT}"
         )
+
+
+class ShownCount(ListenedTensor):
+    """A copy of a parameter's "step". Raises ValueError: it is written to, which reached no update."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if writes and args and isinstance(args[0], ShownCount):
+            raise ValueError(
+                f"{name} on optimizer.state[parameter]['step'], which is a copy: parameters share a count, "
+                f"and moments that are zeroed alone keep its bias correction. {_ANEW}"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class ShownShard(ListenedTensor):

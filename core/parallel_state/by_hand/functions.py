@@ -53,6 +53,7 @@ _TORCH_FRAMES |= {
     "torch.nn.init",
 }
 _TORCH_FRAMES |= {"torch.autograd"}
+_TORCH_CALLERS = ("torch.nn.modules.module", "torch.nn.modules.container")
 
 
 def called_by_program(frame: Any) -> bool:
@@ -71,6 +72,18 @@ def called_by_core(frame: Any) -> bool:
         module = frame.f_globals.get("__name__", "")
         if not module.startswith("torch.") and module != "torch":
             return bool(module.startswith("core."))
+        frame = frame.f_back
+    return False
+
+
+def called_by_torch_module(frame: Any) -> bool:
+    """Whether a module of torch's (a GRU, a BatchNorm) called, before any code that is not torch's."""
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("torch.") and module != "torch":
+            return False
+        if module.startswith("torch.nn.modules.") and module not in _TORCH_CALLERS:
+            return True
         frame = frame.f_back
     return False
 

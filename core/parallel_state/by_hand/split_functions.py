@@ -44,7 +44,6 @@ _REDUCTIONS = {
         fft_irfft2
     """,
     (99, 1): "cross_entropy nll_loss local_response_norm",
-    (99, 0): "batch_norm",
 }
 _DRAWS = """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand_like randn_like
@@ -121,6 +120,8 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         if split_axes.is_split(axes, dims):
             return Finding("reduction", name, shape)
         return [(result, axes)]
+    if name in ("batch_norm", "instance_norm", "group_norm"):
+        return _normalized(name, args, kwargs, axes, result)
     # torch.max(a, b) is elementwise
     is_pair = name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)
     if kind == "reduction" or (kind == "sum" and not is_pair):
@@ -150,6 +151,20 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         split_axes.broadcast(_axes(t), result.shape) for t in tensors if hasattr(t, "axes")
     ]
     return [(result, next((candidate for candidate in candidates if candidate is not None), None))]
+
+
+def _normalized(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
+    """Norms over positions, dims 2 ...: of all rows of a batch together (dim 0) too, or of groups of channels."""
+    dims = list(range(2, len(axes)))
+    if name == "batch_norm":
+        if not kwargs.get("training", args[5] if len(args) > 5 else False):
+            return [(result, axes)]
+        dims = [0, *dims]
+    elif name == "instance_norm" and not kwargs.get("use_input_stats", True):
+        return [(result, axes)]
+    if split_axes.is_split(axes, dims):
+        return Finding("reduction", name, tuple(args[0].shape))
+    return [(result, axes)]
 
 
 def _draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -200,14 +215,8 @@ def _reduced(
 def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
     if name == "einsum":
         return _einsum(args, result)
-    # channels are dim 1, positions those after it
     if name.startswith("conv"):
-        groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
-        if split_axes.is_split(axes, range(2, len(axes))):
-            return Finding("reduction", name, tuple(args[0].shape))
-        if split_axes.is_split(axes, [1]) and groups == 1:
-            return name
-        return None
+        return _convolved(name, args, kwargs, axes, result)
     if len(args) < 2:
         return None
     left = _axes(args[0])
@@ -226,6 +235,24 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
         return Finding("reduction", name, tuple(args[0].shape))
     product = (*(left if len(left) >= len(right) else right)[:-2], *left[-2:-1], right[-1])
     return [(result, product if len(product) == result.dim() else None)]
+
+
+def _convolved(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
+    """Channels are dim 1, positions those after it; a window of one position is a product."""
+    groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
+    positions = [dim for dim in range(2, len(axes)) if split_axes.is_split(axes, [dim])]
+    weight = args[1] if len(args) > 1 else kwargs["weight"]
+    if any(weight.shape[dim] > 1 or result.shape[dim] != args[0].shape[dim] for dim in positions):
+        return Finding("reduction", name, tuple(args[0].shape))
+    if split_axes.is_split(axes, [1]):
+        return name if groups == 1 else None
+    plain = split_axes.plain(result.shape)
+    return [
+        (
+            result,
+            tuple(axes[dim] if dim in (0, *positions) else plain[dim] for dim in range(len(axes))),
+        )
+    ]
 
 
 def _einsum(args: tuple, result: Tensor) -> Outcome:

@@ -13,7 +13,11 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
-from core.parallel_state.by_hand.functions import called_by_core, function_name
+from core.parallel_state.by_hand.functions import (
+    called_by_core,
+    called_by_torch_module,
+    function_name,
+)
 from core.parallel_state.by_hand.listened_tensor import ListenedTensor
 from core.parallel_state.by_hand.split_axes import Axes
 
@@ -32,7 +36,10 @@ class SplitTensor(ListenedTensor):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             # our own layers know what a part is; only the program's use is judged
-            if torch.compiler.is_compiling() or called_by_core(sys._getframe(1)):
+            if torch.compiler.is_compiling():
+                return func(*args, **kwargs)
+            frame = sys._getframe(1)
+            if called_by_core(frame) and not _is_heard(args, frame):
                 if function_name(func) == "all_reduce":
                     args[0].__class__ = Tensor  # it is of all ranks now
                 return func(*args, **kwargs)
@@ -66,12 +73,22 @@ class SplitTensor(ListenedTensor):
             follower.read(name, self)
 
 
+def _is_heard(args: tuple, frame: Any) -> bool:
+    """Whether a module of torch's, which our code called, is one that the follower judges."""
+    first = next((x for x in args if isinstance(x, SplitTensor)), None)
+    follower = first.seen_by() if first is not None else None
+    return follower is not None and follower.hears_modules and called_by_torch_module(frame)
+
+
 class SplitParameter(SplitTensor, Parameter):
     """A parameter that is followed while a program's own forward may read it."""
 
 
 class Follower:
     """Marks tensors, and is called with what a program does to them."""
+
+    # also with what torch's modules do that our code calls
+    hears_modules = False
 
     def __init__(self) -> None:
         self._marked: list[weakref.ref[Tensor]] = []

@@ -197,10 +197,13 @@ def _cached_pipeline(
     return cache
 
 
-def _average_like_megatron(outputs: tuple, num_microbatches: int) -> tuple[Tensor, Any]:
-    """Megatron's rule: the mean over microbatches of the losses, each divided by its tokens if they were returned.
+def _loss_like_megatron(
+    outputs: Any, num_microbatches: int, *, per_token: bool
+) -> tuple[Tensor, Tensor | float, Any]:
+    """(loss, its tokens, report). Megatron's rule: the mean over microbatches of the losses, each divided by its
+    tokens if they were returned; that is as of 1 token. per_token: the sums, and the tokens, as they were returned.
 
-    Raises ValueError: `loss_func` returned neither 2 nor 3 values, or a loss that is not 1 number.
+    Raises ValueError: `loss_func` returned neither 2 nor 3 values, or a loss that is not 1 number; per_token: not 3.
     """
     is_sequence = isinstance(outputs, (tuple, list))
     if not is_sequence or len(outputs) not in (2, 3):
@@ -216,9 +219,17 @@ def _average_like_megatron(outputs: tuple, num_microbatches: int) -> tuple[Tenso
             "tokens that the mask leaves, report), as in `(losses * mask).sum() / mask.sum()`, or (their sum, "
             "num_tokens, report)"
         )
+    if per_token:
+        if len(outputs) != 3:
+            raise ValueError(
+                "calculate_per_token_loss=True: loss_func returned 2 values; return (sum of the losses, num_tokens, "
+                "report), or leave it False"
+            )
+        return loss, outputs[1], report
     if len(outputs) == 3:
         loss = loss / torch.as_tensor(outputs[1], device=loss.device).clamp(min=1)
-    return loss / num_microbatches, report
+    # already averaged: Megatron's losses are means, ours are sums over counted tokens
+    return loss / num_microbatches, 1.0, report
 
 
 def _warn_of_replicas(models: Sequence[nn.Module], replicas: int) -> None:
@@ -262,6 +273,7 @@ def forward_backward(
     grad_sync: GradSync | None = None,
     seed: int = 0,
     step_index: int | None = None,
+    calculate_per_token_loss: bool = False,
 ) -> list[Any]:
     """One step: gradients into `main_grad` or `.grad`; returns the last stage's reports, one per microbatch, else [].
 
@@ -269,8 +281,8 @@ def forward_backward(
     (loss, num_tokens, report). Losses are averaged as Megatron does it. model: a module, or this rank's chunks in
     the order of their stages (interleaved 1F1B), with one iterator each. seq_length and micro_batch_size are not
     needed: messages carry their shapes. grad_sync: as for `Pipeline`; without it nobody sums over replicas.
-    step_index: of this step, of which random numbers are a function: the iteration of a script that goes on.
-        Default: they are counted from 0.
+    step_index: of this step, of which random numbers are a function: the iteration of a script that goes on (default:
+    counted from 0). calculate_per_token_loss: losses and num_tokens are added up; a grad_sync divides, else nobody.
     Raises ValueError: another number of iterators than chunks; PipelineError: a failure on any rank.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
@@ -291,18 +303,20 @@ def forward_backward(
         chunk.take(forward_step_func, iterator, random)
     reports: list[Any] = []
 
-    def loss_fn(output: Tensor, microbatch: Any) -> tuple[Tensor, float]:
+    def loss_fn(output: Tensor, microbatch: Any) -> tuple[Tensor, Tensor | float]:
         loss_func = cache.chunks[-1].loss_func
         assert loss_func is not None
-        loss, report = _average_like_megatron(loss_func(output), num_microbatches)
+        loss, tokens, report = _loss_like_megatron(
+            loss_func(output), num_microbatches, per_token=calculate_per_token_loss
+        )
         reports.append(report)
-        # already averaged: Megatron's losses are means, ours are sums over counted tokens
-        return (loss, 1.0)
+        return (loss, tokens)
 
     if forward_only:
         cache.pipeline.evaluate(None, loss_fn)
     else:
-        with _averages(cache.chunks, num_microbatches):
+        averaged_over = None if calculate_per_token_loss else num_microbatches
+        with _averages(cache.chunks, averaged_over):
             cache.pipeline.step(None, loss_fn)
         cache.compare_batches(seen[0])
     random.restore()
@@ -310,8 +324,8 @@ def forward_backward(
 
 
 @contextmanager
-def _averages(chunks: Sequence[_ForwardStepModule], num_microbatches: int) -> Iterator[None]:
-    """What the stages add to the loss is averaged as the loss is."""
+def _averages(chunks: Sequence[_ForwardStepModule], num_microbatches: int | None) -> Iterator[None]:
+    """What the stages add to the loss is averaged as the loss is; None: it is added up as the loss is."""
     contexts = [chunk.stage for chunk in chunks if isinstance(chunk.stage, StageContext)]
     for context in contexts:
         context.averaged_over = num_microbatches

@@ -18,7 +18,8 @@ class StepContext:
 
     step: its number. first_microbatch: the global index of this replica's first one. microbatches: the cut batch.
     loss_fn: None where the model's outputs are asked for. training: whether backward follows.
-    sync: collects and reduces the gradients. draws: seeds torch's generators for each call of a stage.
+    sync: collects and reduces the gradients. draws: seeds torch's generators for each call of a stage. forward: which
+    call without gradients since the last step.
     """
 
     step: int
@@ -29,6 +30,7 @@ class StepContext:
     training: bool = False
     loss_scale: float | Tensor = 1.0
     draws: Draws = field(default_factory=Draws)
+    forward: int = 0
 
 
 @dataclass(eq=False)

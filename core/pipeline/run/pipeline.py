@@ -318,7 +318,7 @@ class Pipeline(NumberedSteps):
         count = microbatches
         if count is None:
             count = microbatches_of_all(batch, self.ps.group("pp"), self.num_microbatches)
-        step = self._step_context(batch, count, loss_fn)
+        step = self._step_context(batch, count, loss_fn, forward=self._numbers.begin_forward(batch))
         # the same object for the same count: its plan is looked up, not made again
         schedule = self._forward_schedules.get(count)
         if schedule is None:

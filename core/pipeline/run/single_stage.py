@@ -25,6 +25,7 @@ from core.pipeline.run.step import (
     evaluating,
     evaluation_microbatches,
     forward_arguments,
+    forward_seed,
     join_outputs,
     loss_and_tokens,
     scale_like,
@@ -121,7 +122,7 @@ class SingleStage(NumberedSteps):
         try:
             for index, microbatch in enumerate(microbatches):
                 sync.before_forward(model)
-                with named(f"F0.{index}"), self._begin_microbatch(index, draws):
+                with named(f"F0.{index}"), self._begin_microbatch(index, draws, self.seed):
                     output = call_stage(model, microbatch, self._forward_arguments)
                     loss_sum, num_tokens = call_loss_fn(loss_fn, output, microbatch)
                 # before backward: the graph holds what it needs
@@ -169,11 +170,12 @@ class SingleStage(NumberedSteps):
         """`use(output, microbatch)` of every microbatch, forward only."""
         results = []
         count = microbatches or evaluation_microbatches(batch, self.num_microbatches)
+        seed = forward_seed(self.seed, self._numbers.begin_forward(batch))
         with evaluating(self.model):
             try:
                 for index, microbatch in enumerate(split_microbatches(batch, count)):
                     self.grad_sync.before_forward(self.model)
-                    with self._begin_microbatch(index, Draws()):
+                    with self._begin_microbatch(index, Draws(), seed):
                         output = call_stage(self.model, microbatch, self._forward_arguments)
                         results.append(use(output, microbatch))
                         # not alive beside the next microbatch's
@@ -183,11 +185,11 @@ class SingleStage(NumberedSteps):
         return results
 
     @contextmanager
-    def _begin_microbatch(self, index: int, draws: Draws) -> Iterator[None]:
+    def _begin_microbatch(self, index: int, draws: Draws, base: int) -> Iterator[None]:
         """Tell our operations which microbatch runs; torch's generator is seeded meanwhile, for foreign modules."""
         global_index = self.ps.index("dp") * self.num_microbatches + index
-        self.stage.begin(seed=self.seed, step=self.step_index, microbatch=global_index)
-        seed = stage_seed(self.seed, self.step_index, global_index, context=self.ps.index("cp"))
+        self.stage.begin(seed=base, step=self.step_index, microbatch=global_index)
+        seed = stage_seed(base, self.step_index, global_index, context=self.ps.index("cp"))
         # around it: the user's own state comes back
         with seeded(self.ps.device, seed), draws.seeded([default_generator(self.ps.device)], seed):
             yield

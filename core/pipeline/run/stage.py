@@ -32,6 +32,7 @@ from core.pipeline.run.step import (
     call_stage,
     check_loss,
     forward_arguments,
+    forward_seed,
     loss_and_tokens,
     scale_like,
     stage_seed,
@@ -273,10 +274,9 @@ class Stage:
     ) -> Any:
         """The module's output; on the last stage (loss_sum, num_tokens), unless R will compute the loss."""
         # every random number is a function of seed, step and microbatch, so that R draws the dropout mask of F
-        self.context.begin(
-            seed=self.seed, step=step.step, microbatch=state.global_index, bag=state.bag
-        )
-        seed = stage_seed(self.seed, step.step, state.global_index, self.index, self._context_rank)
+        base = forward_seed(self.seed, step.forward)
+        self.context.begin(seed=base, step=step.step, microbatch=state.global_index, bag=state.bag)
+        seed = stage_seed(base, step.step, state.global_index, self.index, self._context_rank)
         received, batch = self._input_writes.inputs(
             state, step.microbatches[microbatch], will_recompute
         )

@@ -39,6 +39,11 @@ class StepResult:
         return self.loss_sum / self.num_tokens
 
 
+def forward_seed(seed: int, forward: int) -> int:
+    """Of the forward-only call number `forward` since the last step: dropout that stays on draws anew in each."""
+    return mix32(seed, "forward", forward) if forward else seed
+
+
 def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0, context: int = 0) -> int:
     """The seed of a module that draws from torch's own generator; `microbatch` is the global index.
 
@@ -315,9 +320,13 @@ def _has_rows(value: Any) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients; then every module is in the mode in which it was."""
+    """Eval mode, no gradients; then every module is in the mode in which it was.
+
+    Of a model in eval mode all parts stay as they are: its program may have put dropouts back to train (MC dropout).
+    """
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
+    if model.training:
+        model.eval()
     try:
         with torch.no_grad():
             yield

@@ -5,6 +5,7 @@ import re
 import resource
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -317,8 +318,17 @@ class MetricsLog:
 
     def _write(self, record: StepRecord | ValidationRecord) -> None:
         if self._path is not None:
-            with self._path.open("a") as file:
-                file.write(json_line(record.to_json()))
+            try:
+                with self._path.open("a") as file:
+                    file.write(json_line(record.to_json()))
+            except OSError as error:
+                # a full disk of the log must not cost the training, whose checkpoints may lie on another
+                warnings.warn(
+                    f"{self._path} cannot be written: {error}. The run goes on; from step {record.step} on it keeps "
+                    "no records",
+                    stacklevel=3,
+                )
+                self._path = None
         for sink in self._sinks:
             sink.add(record)
 

@@ -57,8 +57,14 @@ def model_of_checkpoint(checkpoint: str | Path) -> dict[str, Any]:
     run = open_stored(checkpoint).run
     if "model" in run:
         return described(run["model"])
-    settings = model_settings(str(checkpoint))
+    own_settings: Any = run.get("settings", {})
+    settings = {} if own_settings.get("model.build") else model_settings(str(checkpoint))
     if not settings:
+        if build := own_settings.get("model.build"):
+            raise ValueError(
+                f"{checkpoint} is of a model of one's own (model.build = {build!r}), which this command cannot make; "
+                "in a program, load it and call core.training.generate.generate(model, ...)"
+            )
         raise ValueError(
             f"{checkpoint} says nothing of its model; give --source, the Hugging Face folder that it began as"
         )
@@ -69,9 +75,8 @@ def model_of_checkpoint(checkpoint: str | Path) -> dict[str, Any]:
         for name, value in settings.items()
         if name in known
     }
-    length: Any = run.get("settings", {})
     model = ModelConfig(**values)
-    return model.arguments(model.vocab_size or 1, length.get("data.sequence_length") or 1)
+    return model.arguments(model.vocab_size or 1, own_settings.get("data.sequence_length") or 1)
 
 
 def tokenizer_file(checkpoint: str | Path, file: str | None = None) -> Path | None:

@@ -1,6 +1,7 @@
 """What a run reports before and after: who holds what, the loss against simple baselines, the last step drawn."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -198,6 +199,31 @@ def describe(
     return total
 
 
+@contextmanager
+def _kept(path: Path, written: list[Path], say: Callable[[str], None]) -> Iterator[None]:
+    """Around what writes a file about a run that is over: a full disk is said, and the rest goes on."""
+    try:
+        yield
+        written.append(path)
+    except OSError as error:
+        say(f"note: {path} is not written: {error}")
+
+
+def _tell_bits(log: MetricsLog, baselines: Mapping[str, float], say: Callable[[str], None]) -> None:
+    """Bits per byte of the baselines and of each validation set's last pass."""
+    # later ones replace earlier ones
+    last = {
+        record.name: record.bits_per_byte
+        for record in log.validations
+        if record.bits_per_byte is not None
+    }
+    if baselines or last:
+        say(
+            "bits per byte: "
+            + ", ".join(f"{name} {value:.3f}" for name, value in ({**baselines, **last}).items())
+        )
+
+
 def tell(
     loaded: Loaded,
     log: MetricsLog,
@@ -215,45 +241,37 @@ def tell(
     # what needs no model: how far the run got is seen against these
     baselines = dict(corpus.baselines)
     facts = run_facts(records, layout_in_words(ps, loaded.run), parameters)
-    write_report(
-        output / "report.png",
-        records,
-        corpus.bytes_per_token,
-        baselines=baselines,
-        timelines=timelines,
-        validations=log.validations,
-    )
-    write_page(
-        output / "report.html",
-        records,
-        run=loaded.run.resolved(),
-        origin=loaded.origin,
-        environment=environment(ps.device),
-        validations=log.validations,
-        baselines=baselines,
-        timelines=timelines,
-        sample=sample,
-        bytes_per_token=corpus.bytes_per_token,
-        title=str(output),
-        facts=facts,
-    )
+    written = [output / name for name in ("run.toml", "metrics.jsonl")]
+    with _kept(output / "report.png", written, say):
+        write_report(
+            output / "report.png",
+            records,
+            corpus.bytes_per_token,
+            baselines=baselines,
+            timelines=timelines,
+            validations=log.validations,
+        )
+    with _kept(output / "report.html", written, say):
+        write_page(
+            output / "report.html",
+            records,
+            run=loaded.run.resolved(),
+            origin=loaded.origin,
+            environment=environment(ps.device),
+            validations=log.validations,
+            baselines=baselines,
+            timelines=timelines,
+            sample=sample,
+            bytes_per_token=corpus.bytes_per_token,
+            title=str(output),
+            facts=facts,
+        )
     for title, timeline in timelines.items():
         say(f"{headline(title, timeline)}\n{draw_text(timeline, terminal_width(_WIDEST))}\n")
     say(
         f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n{sample.written}\n---"
     )
-    # later ones replace earlier ones
-    last = {
-        record.name: record.bits_per_byte
-        for record in log.validations
-        if record.bits_per_byte is not None
-    }
-    if baselines or last:
-        say(
-            "bits per byte: "
-            + ", ".join(f"{name} {value:.3f}" for name, value in (baselines | last).items())
-        )
-    names = ("run.toml", "metrics.jsonl", "report.html", "report.png")
-    say("written: " + ", ".join(str(output / name) for name in names))
+    _tell_bits(log, baselines, say)
+    say("written: " + ", ".join(map(str, written)))
     if _keeps_nothing(loaded.run):
         say(f"note: {_NOT_KEPT}")

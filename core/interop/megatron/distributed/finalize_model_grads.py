@@ -1,5 +1,6 @@
 """Ends a step's gradients: sums them over the data ranks, and divides them by the tokens if these are given."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,14 @@ def finalize_model_grads(
     Raises ValueError: a chunk that is not wrapped, on several data ranks.
     """
     ps = current_state()
+    config = getattr(model[0], "config", None)
+    if num_tokens is None and getattr(config, "calculate_per_token_loss", False):
+        warnings.warn(
+            "calculate_per_token_loss=True, and finalize_model_grads was given no num_tokens: gradients stay sums "
+            "over the tokens of all ranks. Give it as config.finalize_model_grads_func, which is called with them, "
+            "or num_tokens of this rank's microbatches",
+            stacklevel=2,
+        )
     for chunk in model:
         finish = getattr(chunk, "finish_grad_sync", None)
         if finish is None and ps.size("dp-cp") > 1:

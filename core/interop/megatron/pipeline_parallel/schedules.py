@@ -3,9 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from core.interop.megatron.utils import unwrap_model
+from core.pipeline.run.megatron import ForwardStep
 from core.pipeline.run.megatron import forward_backward as run
 
 # messages carry their shapes, and the current state has the groups
@@ -24,15 +26,38 @@ def forward_backward(*, model: nn.Module | Sequence[nn.Module], **keywords: Any)
             raise ValueError(
                 f"{name} is not here: leave it out (1 of {len(keywords) + 1} keywords)"
             )
-    reports = run(model=model, **keywords)
     models = [model] if isinstance(model, nn.Module) else list(model)
+    config = getattr(unwrap_model(models[0]), "config", None)
+    per_token = bool(getattr(config, "calculate_per_token_loss", False))
+    counts: list[Tensor] = []
+    if per_token:
+        keywords["forward_step_func"] = _counting(keywords["forward_step_func"], counts)
+    reports = run(model=model, calculate_per_token_loss=per_token, **keywords)
     # Megatron sums gradients over the replicas in this hook, after the last microbatch
-    finalize = getattr(
-        getattr(unwrap_model(models[0]), "config", None), "finalize_model_grads_func", None
-    )
+    finalize = getattr(config, "finalize_model_grads_func", None)
     if finalize is not None and not keywords.get("forward_only", False):
-        finalize(models)
+        if per_token:
+            finalize(models, sum(counts, start=torch.zeros((), dtype=torch.int)))
+        else:
+            finalize(models)
     return reports
+
+
+def _counting(forward_step: ForwardStep, counts: list[Tensor]) -> ForwardStep:
+    """The same forward step, which adds each microbatch's num_tokens to `counts` on the last stage."""
+
+    def counted_step(data_iterator: Any, model: Any) -> Any:
+        output, loss_func = forward_step(data_iterator, model)
+
+        def counted_loss(tensor: Tensor) -> Any:
+            outputs = loss_func(tensor)
+            if isinstance(outputs, (tuple, list)) and len(outputs) == 3:
+                counts.append(torch.as_tensor(outputs[1]).detach())
+            return outputs
+
+        return output, counted_loss
+
+    return counted_step
 
 
 def get_forward_backward_func(*sizes: Any, **more: Any) -> Callable[..., list[Any]]:

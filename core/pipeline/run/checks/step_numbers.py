@@ -5,6 +5,7 @@ Every random number is a function of it: a new executor at step 0 draws the drop
 
 import operator
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from core.autograd import StageContext
 from core.parallel_state.optimizer_steps import before_optimizer_steps
@@ -63,6 +65,10 @@ class StepNumbers:
         self._drew_last_step = False
         # updates since this executor exists
         self._updates: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        # since the last step
+        self._forwards = 0
+        self._last_batch: list[weakref.ref[Tensor]] = []
+        self._told_of_forwards = False
         before_optimizer_steps(self._look)
 
     def set(self, index: Any) -> None:
@@ -88,12 +94,40 @@ class StepNumbers:
             context.used_step = False
         return Draws(self._note)
 
+    def begin_forward(self, batch: Any) -> int:
+        """The number of a call without gradients since the last step: dropout that is on in it draws by that.
+
+        Warns, once, where one batch is given again while the model is in train mode and has dropout: the calls are in
+        eval mode, and a program that samples masks (MC dropout) would get the same each time.
+        """
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        is_again = (
+            bool(tensors)
+            and len(tensors) == len(self._last_batch)
+            and all(
+                reference() is tensor
+                for reference, tensor in zip(self._last_batch, tensors, strict=True)
+            )
+        )
+        self._last_batch = list(map(weakref.ref, tensors))
+        if is_again and not self._told_of_forwards and any(map(_drops, self._modules)):
+            self._told_of_forwards = True
+            warnings.warn(
+                "forward and evaluate are in eval mode whatever mode the model is in, so that one batch gives the "
+                "same outputs again. To sample dropout masks (MC dropout) call model.eval(), then .train() on the "
+                "dropout modules: a model in eval mode is left as it is, and each call draws anew",
+                stacklevel=5,
+            )
+        self._forwards += 1
+        return self._forwards - 1
+
     def _note(self) -> None:
         self._drew = True
 
     def end_step(self) -> None:
         """A step was made."""
         self.index += 1
+        self._forwards = 0
         if not self._is_over and is_watched_step(self.index):
             used = any(context.used_step for context in self._contexts)
             self._drew_last_step = self._drew or used
@@ -138,6 +172,14 @@ class NumberedSteps:
     @step_index.setter
     def step_index(self, index: int) -> None:
         self._numbers.set(index)
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it is in train mode and has a dropout that is on: torch's, or one of that name with its `p`."""
+    return module.training and any(
+        part.training and "Dropout" in type(part).__name__ and getattr(part, "p", 0) > 0
+        for part in module.modules()
+    )
 
 
 def _updates_of(optimizer: Optimizer, ids: set[int]) -> int | None:

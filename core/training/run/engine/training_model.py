@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
@@ -78,6 +79,11 @@ class TrainingModel(EngineFace):
     def parallel(self) -> ParallelState:
         """The layout of ranks, and which of them this process is."""
         return self.optimizer.ps
+
+    @property
+    def shard(self) -> DataParallel:
+        """Where its gradients are summed, and its weights held."""
+        return self.optimizer.shard
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """The wrapped module's output. Raises ValueError: this rank holds stages of a pipeline, not a model."""

@@ -1,0 +1,45 @@
+"""`no_sync` of loops that were written for DDP: what of it is here, and reads of gradients that it left unsummed."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Unsynced:
+    """Knows whether all contributions so far came inside of a block of `no_sync`. arrivals: how many there were."""
+
+    def __init__(self, arrivals: Callable[[], int]) -> None:
+        self._arrivals = arrivals
+        # at the beginning of the block that runs, and at the end of the last one in which any came
+        self._at_begin: int | None = None
+        self._at_end = -1
+        self._is_told = False
+
+    @contextmanager
+    def begun(self) -> Iterator[None]:
+        """The block of `no_sync`."""
+        self._at_begin = begin = self._arrivals()
+        try:
+            yield
+        finally:
+            self._at_begin = None
+            if self._arrivals() > begin:
+                self._at_end = self._arrivals()
+
+    def reading(self, sum_and_average: Callable[[], None]) -> Callable[[], None]:
+        """`sum_and_average`, for who reads values of `p.grad`; a first read of what DDP has not summed is told."""
+
+        def read() -> None:
+            count = self._arrivals()
+            in_block = self._at_begin is not None and count > self._at_begin
+            if (in_block or count == self._at_end) and not self._is_told:
+                self._is_told = True
+                warnings.warn(
+                    "p.grad is read after a backward inside of no_sync, where DDP has this rank's own gradient: here "
+                    "it is the mean over the data ranks, as everywhere. A rank's own is torch.autograd.grad(loss, "
+                    "parameters)",
+                    stacklevel=6,
+                )
+            sum_and_average()
+
+        return read
