@@ -12,6 +12,7 @@ FAMILIES: list[str] = [
     "own_modules",
     "experts",
     "context_losses",
+    "context_batches",
     "own_parts",
     "habits",
     "schedule_files",

@@ -1,21 +1,29 @@
-"""Losses of programs over context ranks."""
+"""Losses of programs over context ranks, and what they make of their batches."""
 
 import pytest
 
+from tests.zoo import context_batches, context_losses
 from tests.zoo.case import judge, observe
-from tests.zoo.context_losses import CASES, FAMILY, LAYOUTS
+
+FAMILIES = {"losses": context_losses, "batches": context_batches}
 
 
-def outcomes(names, variation):
+def outcomes(family, names, variation):
     """Cases are closures, which do not travel: by name."""
-    return [observe(next(c for c in CASES if c.what == name).run, variation) for name in names]
+    return [observe(next(c for c in FAMILIES[family].CASES if c.what == name).run, variation) for name in names]
 
 
 @pytest.mark.parametrize(
-    "variation", [FAMILY.variations[0], *(pytest.param(v, marks=pytest.mark.full) for v in FAMILY.variations[1:])]
+    "variation",
+    [
+        pytest.param(variation, marks=[pytest.mark.full] if place else [])
+        for place, variation in enumerate(context_losses.LAYOUTS)
+    ],
 )
-def test_every_loss(ranks, variation):
-    world = 4 if "tp" in LAYOUTS[variation][0] else 2
-    seen = ranks(outcomes, [case.what for case in CASES], variation, world=world, timeout=240)
-    for place, case in enumerate(CASES):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_loss(ranks, family, variation):
+    cases = FAMILIES[family].CASES
+    world = 4 if "tp" in context_losses.LAYOUTS[variation][0] else 2
+    seen = ranks(outcomes, family, [case.what for case in cases], variation, world=world, timeout=240)
+    for place, case in enumerate(cases):
         judge(case, [rank[place] for rank in seen], variation)
