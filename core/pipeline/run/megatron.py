@@ -13,6 +13,7 @@ from core.autograd import GradSync, NullGradSync, StageContext
 from core.parallel_state import ParallelState, current_state
 from core.parallel_state.random import generators_of
 from core.pipeline.run.checks.plain_loop import BatchWatch
+from core.pipeline.run.context_means import ContextMeans
 from core.pipeline.run.pipeline import Pipeline
 
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[[Tensor], tuple]]]
@@ -137,6 +138,7 @@ class _PipelineCache:
 
     def __init__(self) -> None:
         self.batch_watch: BatchWatch | None = None
+        self.context_means: ContextMeans | None = None
         self.pipeline: Pipeline | None = None
         self.chunks: list[_ForwardStepModule] = []
         self.key: tuple = ()  # the arguments that it was built for
@@ -146,6 +148,11 @@ class _PipelineCache:
         assert self.batch_watch is not None
         self.batch_watch.before_step(iterator.first if iterator is not None else None)
         self.batch_watch.after_step()
+
+    def context_factor(self, outputs: Sequence[Any], losses: Tensor) -> float:
+        """Of a loss_func's (loss, report); a loss with its num_tokens is this rank's."""
+        assert self.context_means is not None
+        return self.context_means.factor(outputs[0], losses) if len(outputs) == 2 else 1.0
 
     def __deepcopy__(self, memo: dict) -> "_PipelineCache":
         return _PipelineCache()
@@ -192,6 +199,7 @@ def _cached_pipeline(
         if step_index:
             cache.pipeline.step_index = step_index
         cache.batch_watch = BatchWatch(ps)
+        cache.context_means = ContextMeans(ps.group("cp"))
         # `loss_func` returns means
         cache.pipeline.sums_watch.close()
     return cache
@@ -278,9 +286,9 @@ def forward_backward(
     """One step: gradients into `main_grad` or `.grad`; returns the last stage's reports, one per microbatch, else [].
 
     forward_step_func(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss, report) or
-    (loss, num_tokens, report). Losses are averaged as Megatron does it. model: a module, or this rank's chunks in
-    the order of their stages (interleaved 1F1B), with one iterator each. seq_length and micro_batch_size are not
-    needed: messages carry their shapes. grad_sync: as for `Pipeline`; without it nobody sums over replicas.
+    (loss, num_tokens, report). Losses are averaged as Megatron does it (context ranks: `ContextMeans`). model: a
+    module, or this rank's chunks in the order of their stages (interleaved 1F1B), with one iterator each. seq_length,
+    micro_batch_size: messages have shapes. grad_sync: as for `Pipeline`; without it nobody sums over replicas.
     step_index: of this step, of which random numbers are a function: the iteration of a script that goes on (default:
     counted from 0). calculate_per_token_loss: losses and num_tokens are added up; a grad_sync divides, else nobody.
     Raises ValueError: another number of iterators than chunks; PipelineError: a failure on any rank.
@@ -306,11 +314,11 @@ def forward_backward(
     def loss_fn(output: Tensor, microbatch: Any) -> tuple[Tensor, Tensor | float]:
         loss_func = cache.chunks[-1].loss_func
         assert loss_func is not None
-        loss, tokens, report = _loss_like_megatron(
-            loss_func(output), num_microbatches, per_token=calculate_per_token_loss
-        )
+        outputs = loss_func(output)
+        per_token = calculate_per_token_loss
+        loss, tokens, report = _loss_like_megatron(outputs, num_microbatches, per_token=per_token)
         reports.append(report)
-        return (loss, tokens)
+        return (loss * cache.context_factor(outputs, output), tokens)
 
     if forward_only:
         cache.pipeline.evaluate(None, loss_fn)

@@ -1,0 +1,54 @@
+"""What Megatron's `(loss, report)` is over context ranks: a mean of this rank's rows, or a share of the whole.
+
+Megatron multiplies such a loss by the context ranks, over which gradients are averaged afterwards. That is right
+where a script divides its rows' sum by the tokens of all context ranks. Its QuickStart divides by those of the rank's
+own rows, which is a mean already. The weights of the rows tell which: together 1, or as many as there are ranks.
+"""
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from core.parallel_state.collectives import Group, all_gather
+
+_REMEDY = (
+    "it is taken as a mean of this rank's own rows. If it is a share of the whole, as Megatron takes it, multiply it "
+    "by parallel_state.get_context_parallel_world_size()"
+)
+
+
+class ContextMeans:
+    """Measured once, at the first loss with a gradient, by one all-gather over the context ranks."""
+
+    def __init__(self, group: Group | None) -> None:
+        self._group = group
+        # None: not measured yet
+        self._factor: float | None = None if group is not None else 1.0
+
+    def factor(self, loss: Tensor, losses: Tensor) -> float:
+        """By what `loss`, of losses [b, s/cp], is multiplied so that averaged gradients are those of one mean."""
+        if self._factor is None and loss.requires_grad:
+            self._measure(loss, losses)
+        return self._factor or 1.0
+
+    def _measure(self, loss: Tensor, losses: Tensor) -> None:
+        group = self._group
+        assert group is not None
+        weight = torch.zeros(1, dtype=torch.float64, device=loss.device)
+        is_measured = losses.dim() == 2 and losses.requires_grad
+        if is_measured:
+            (gradient,) = torch.autograd.grad(loss, losses, retain_graph=True, allow_unused=True)
+            if gradient is not None:
+                weight += gradient.sum(dtype=torch.float64)
+        total = float(all_gather(weight, group).sum())
+        # a microbatch whose tokens are all masked says nothing
+        if is_measured and total == 0:
+            return
+        self._factor = float(group.size) if abs(total - 1) < 1e-2 else 1.0
+        if self._factor == 1 and abs(total / group.size - 1) > 1e-2:
+            warnings.warn(
+                f"loss_func returns (loss, report) over {group.size} context ranks, and its rows weigh {total:.4g} "
+                f"together, neither 1 nor {group.size}: {_REMEDY}",
+                stacklevel=6,
+            )
