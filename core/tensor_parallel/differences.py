@@ -29,6 +29,7 @@ def difference_message(group: Group, labels: str, other: int, forwards: int) -> 
         "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
         "core.optimizer.GradScaler; LBFGS takes products of parts: use AdamW, SGD; a parameter that is applied "
         "to this rank's heads or columns (a norm of each head) wants "
-        "core.tensor_parallel.sum_gradient(parameter, group) in forward; an adapter around a "
+        "core.tensor_parallel.sum_gradient(parameter, group) in forward; random numbers that a forward draws (noise, "
+        "DropPath) want one seed on all tensor ranks; an adapter around a "
         "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"
     )

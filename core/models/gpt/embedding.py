@@ -1,6 +1,5 @@
 """Tokens to the residual stream, and the residual stream to logits over the vocabulary."""
 
-import warnings
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from core.parallel_state import Init
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel import VocabParallelEmbedding
 from core.tensor_parallel.embedding import vocab_layout
+from core.tensor_parallel.split_activations import SplitActivations
 from core.transformer.dropout import residual_dropout
 from core.transformer.spec import Build, TransformerLayerSpec
 
@@ -86,23 +86,31 @@ class OutputLayer(SpreadModule):
         self.group = place.group
         self.columns = layout.padded_shape()[0] // place.tp
         self.tells_of_columns = place.tp > 1
+        self._columns: SplitActivations | None = None
 
     def forward(
         self, x: Tensor, weight: Parameter | None = None, *, within_model: bool = False
     ) -> Tensor:
-        # once: a user who calls it in every step is told in the first
-        if not within_model and self.tells_of_columns:
-            self.tells_of_columns = False
-            warnings.warn(
-                f"output_layer by hand gives logits of this tensor rank's {self.columns} columns of the padded "
-                "vocabulary: a softmax, an argmax or a loss over them is of a part. GPTModel.gather_logits(logits"
-                ".transpose(0, 1)) gives all, [b, s, v]",
-                stacklevel=4,
-            )
         # a tied table lives in the embedding; it is passed in each time, so that it has one owner
         table = self.weight if weight is None else weight
         assert table is not None
-        return deferred_linear(x, table, stage=self.stage, comm=self.comm)
+        logits = deferred_linear(x, table, stage=self.stage, comm=self.comm)
+        if not within_model and self.tells_of_columns:
+            self._follow_columns(logits, at_once=torch.compiler.is_compiling())
+        return logits
+
+    @torch.compiler.disable
+    def _follow_columns(self, logits: Tensor, *, at_once: bool) -> None:
+        """In the first calls by hand: whoever takes the logits for all of the vocabulary is told."""
+        if self._columns is None:
+            message = (
+                f"output_layer by hand gives logits of this tensor rank's {self.columns} columns of the padded "
+                "vocabulary: a softmax, an argmax or a loss over them is of a part. GPTModel.gather_logits(logits"
+                ".transpose(0, 1)) gives all, [b, s, v]"
+            )
+            assert self.group is not None
+            self._columns = SplitActivations(self.group, message=message)
+        self.tells_of_columns = self._columns.mark_columns(logits, at_once=at_once)
 
     def loss_in_chunks(
         self, x: Tensor, weight: Parameter | None, labels: Tensor, vocab_size: int, chunk: int
