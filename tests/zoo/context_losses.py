@@ -171,6 +171,21 @@ def logged(losses):
     return losses.mean()
 
 
+def guarded(program, decided):
+    """A spike's loss counts less."""
+    loss = program.losses().mean()
+    if decided(program, loss) > 3.0:
+        loss = loss * 0.1
+    return loss
+
+
+def mean_of_ranks(program, loss):
+    mean = loss.detach().clone()
+    if program.group is not None:
+        dist.all_reduce(mean, group=program.group.process_group)
+    return mean.item() / program.ranks
+
+
 def logged_of_all(program):
     losses = program.losses()
     largest = losses.detach().max()
@@ -271,6 +286,21 @@ CASES = [
         "`all_reduce(x, op=ReduceOp.MAX)` before",
     ),
     Case("a logged `losses.max()` of all ranks", by(logged_of_all)),
+    Case(
+        "`if loss.item() > t: loss *= 0.1`",
+        by(lambda p: guarded(p, lambda p, loss: loss.item())),
+        "told",
+        "is compared",
+        "`all_reduce` of `loss.detach()` before",
+    ),
+    Case(
+        "`if loss.detach() > t:`",
+        by(lambda p: guarded(p, lambda p, loss: loss.detach())),
+        "told",
+        "is compared",
+        "`all_reduce` of `loss.detach()` before",
+    ),
+    Case("the same by all ranks' mean", by(lambda p: guarded(p, mean_of_ranks))),
     Case(
         "`position_ids` of 0 to s/cp - 1 on every rank",
         by(from_zero),

@@ -10,11 +10,20 @@ from core.context_parallel.rows import draws, factors
 from core.context_parallel.rows.batches import REMEDY as BATCH_REMEDY
 from core.context_parallel.rows.batches import (
     BatchRows,
+    Divisors,
     is_changed,
     is_of_batch,
-    told_of_divisors,
 )
-from core.context_parallel.rows.reads import DECISIONS, READS, STATISTICS, SUM_REMEDY
+from core.context_parallel.rows.reads import (
+    BRANCH_REMEDY,
+    BRANCHES,
+    DECISIONS,
+    MEAN,
+    READS,
+    STATISTICS,
+    SUM_REMEDY,
+    ReadLoss,
+)
 from core.context_parallel.rows.selections import loss_outcome, selected
 from core.context_parallel.rows.totals import (
     COUNT_REMEDY,
@@ -25,6 +34,7 @@ from core.context_parallel.rows.totals import (
     is_constant_count,
     summed_rows,
     told_of_counts,
+    told_of_sums,
     told_of_totals,
 )
 from core.parallel_state.by_hand.part_sizes import PartNumber
@@ -47,7 +57,7 @@ class Owner(Protocol):
 
     def tell(self, what: str, remedy: str = ...) -> None: ...
 
-    def tell_of_log(self, name: str, remedy: str = ...) -> None: ...
+    def tell_of_log(self, name: str, remedy: str = ..., does: str = ...) -> None: ...
 
     def backward_ended(self) -> None: ...
 
@@ -70,10 +80,7 @@ class Sums(Follower):
         self._totals: list[Total] = []
         # what `loss_fn` returned with a count that is no rows'
         self._counted: Total | None = None
-        # sums of the batch's rows by which rows are divided, as fingerprints
-        self._divisors = torch.zeros(2, dtype=torch.float64, device=output.device)
-        self._divisors_count = 0
-        self._divided_by = ""
+        self._divisors = Divisors(owner.batch, output.device)
         self._factors = factors.RowFactors(output.device)
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
@@ -90,7 +97,8 @@ class Sums(Follower):
         result: Any,
     ) -> None:
         of_batch = [x for x in inputs if is_of_batch(x)]
-        inputs = self._hear_draws(name, [x for x in inputs if not is_of_batch(x)], result)
+        inputs = [x for x in inputs if not is_of_batch(x)]
+        inputs = self._hear_loss(name, self._hear_draws(name, inputs, result), result)
         if not inputs:
             return
         self._hear_batch(name, [x for x in of_batch if is_changed(x)], inputs, args)
@@ -103,9 +111,8 @@ class Sums(Follower):
         try:
             if any(x.requires_grad for x in inputs):
                 self._factors.note(name, inputs, args, kwargs)
-            if of_batch:
-                # as if nobody followed the batch
-                args, kwargs = _with_plain_batch(args, kwargs)
+            # as if nobody followed the batch, or a loss
+            args, kwargs = _with_rows_alone(args, kwargs)
             outcome: Finding | Followed | str | float | None = selected(name, args, result)
             outcome = (
                 outcome
@@ -144,30 +151,17 @@ class Sums(Follower):
         if not any(x.requires_grad and not x.partial for x in inputs):
             return
         for x in changed:
-            self._hear_weights(name, x)
+            self._divisors.meet(name, x)
         for number in args:
             if isinstance(number, PartNumber) and isinstance(number, (int, float)):
-                self._note_divisor(torch.full_like(self._divisors[0], number), "a sum")
-
-    def _hear_weights(self, name: str, x: SplitTensor) -> None:
-        numbers: tuple[Tensor, ...] | None = x.numbers  # type: ignore[attr-defined]
-        if numbers is None:
-            self._owner.batch.tell(x, f"comes to the loss by {name}")
-            return
-        for number in numbers:
-            self._note_divisor(number, x.partial)
-
-    def _note_divisor(self, number: Tensor, name: str) -> None:
-        self._divisors_count += 1
-        self._divisors += fingerprint(number.double()) * self._divisors_count
-        self._divided_by = name
+                self._divisors.note(torch.tensor(float(number)), "a sum")
 
     def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         # `losses.backward(weights)`: before the backward in which numbers are compared
         if name == "backward" and isinstance(args[0], SplitTensor) and not args[0].partial:
             for x in pytree.tree_leaves((args[1:], kwargs)):
                 if isinstance(x, SplitTensor) and is_of_batch(x) and is_changed(x):
-                    self._hear_weights(name, x)
+                    self._divisors.meet(name, x)
 
     def _hear_draws(self, name: str, inputs: list[SplitTensor], result: Any) -> list[SplitTensor]:
         """Noise that is drawn for rows is told; the inputs that are to be followed."""
@@ -188,6 +182,29 @@ class Sums(Follower):
     def _hear_draw(self, name: str, rows: Tensor) -> None:
         if name.rstrip("_") in draws.DRAWS:
             self._owner.tell(draws.message(name, rows), draws.REMEDY)
+
+    def _hear_loss(self, name: str, inputs: list[SplitTensor], result: Any) -> list[SplitTensor]:
+        """A branch by a loss of this rank's rows is told; the inputs without means of rows."""
+        if name in BRANCHES and any(x.partial in (MEAN, TOTAL) for x in inputs):
+            self._tell_of_branch()
+        rest = [x for x in inputs if x.partial != MEAN]
+        if inputs and not rest:
+            if name == "all_reduce":
+                inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
+            elif name in SCALED or name == "detach":
+                self.mark(result, None, MEAN)
+        return rest
+
+    def _tell_of_branch(self) -> None:
+        self._owner.tell_of_log("a loss of", BRANCH_REMEDY, "is compared")
+
+    def numbers(self, tensor: SplitTensor, result: Any) -> Any:
+        """`loss.item()` as a number that tells where it is compared."""
+        if tensor.partial not in (MEAN, TOTAL) or type(result) is not float:
+            return result
+        number = ReadLoss(result)
+        number.tell = self._tell_of_branch
+        return number
 
     def _mark_statistic(self, result: Any, name: str) -> None:
         """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
@@ -275,6 +292,8 @@ class Sums(Follower):
             if self._judges_totals:
                 self._totals.append(total)
             self._mark_total(result, total)
+        elif not rows and result.dim() == 0:
+            self.mark(result, None, MEAN)
 
         def note(gradient: Tensor) -> None:
             if not self._compared and not torch._C._are_functorch_transforms_active():
@@ -326,41 +345,21 @@ class Sums(Follower):
         else:
             self._numbers[2] = self._weight_of_count(gradient)
         self._owner.backward_ended()
-        numbers = torch.cat((self._numbers, self._divisors, self._factors.numbers))
+        numbers = torch.cat((self._numbers, self._divisors.numbers, self._factors.numbers))
         gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
         message, remedy = factors.told_of_factors(gathered[:, 5:])
         if message:
             self._owner.tell(message, remedy)
-        if message := told_of_divisors(gathered[:, 3:5], self._divided_by):
+        if message := self._divisors.told_of(gathered[:, 3:5]):
             self._owner.tell(message, BATCH_REMEDY)
         if self._judges_totals:
             if message := told_of_totals(gathered[:, 2], group.size):
                 self._owner.tell(message)
         elif message := told_of_counts(gathered[:, 2], group.size):
             self._owner.tell(message, COUNT_REMEDY)
-        gathered = gathered[:, :2]
-        used = [
-            rank
-            for rank in range(group.size)
-            if gathered[rank].isfinite().all() and gathered[rank].any()
-        ]
-        # e.g. a rank whose rows are all masked adds nothing, whatever it is divided by
-        if not used:
-            return
-        sizes = gathered[used, 0]
-        tolerance = 1e-2
-        if gradient.dtype in (torch.float32, torch.float64):
-            tolerance = 1e-6
-        off = (gathered[used] - gathered[used[0]]).abs().amax(1)
-        if off.max() > tolerance * sizes.max():
-            first = group.ranks[used[0]]
-            other = group.ranks[used[int(off.argmax())]]
-            one, two = (f"{float(sizes[place]):.6g}" for place in (0, int(off.argmax())))
-            self._owner.tell(
-                "what is summed over this context rank's own rows counts otherwise than the same sum of another: its "
-                f"gradient's norm is {one} on rank {first} and {two} on rank {other}. One process goes on with one "
-                "sum, so tokens weigh differently than there"
-            )
+        tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2
+        if message := told_of_sums(gathered[:, :2], group.ranks, tolerance):
+            self._owner.tell(message)
 
     def _weight_of_totals(self, gradient: Tensor) -> Tensor | float:
         """What this rank's rows weigh in the loss, if sums say so that nobody divided by a tensor; else 0."""
@@ -381,9 +380,10 @@ class Sums(Follower):
         return 0.0 if weight is None else weight / total.unit
 
 
-def _with_plain_batch(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def _with_rows_alone(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     def plain(x: Any) -> Any:
-        return x.as_subclass(Tensor) if isinstance(x, SplitTensor) and is_of_batch(x) else x
+        is_plain = isinstance(x, SplitTensor) and (x.partial == MEAN or is_of_batch(x))
+        return x.as_subclass(Tensor) if is_plain else x
 
     found: tuple[tuple, dict[str, Any]] = pytree.tree_map(plain, (args, kwargs))
     return found

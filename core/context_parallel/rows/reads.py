@@ -1,5 +1,8 @@
 """Numbers of a context rank's own rows that a program reads, or decides by, as if they were of all rows."""
 
+from collections.abc import Callable
+from typing import Any
+
 # of the rows that a rank has they say nothing about the others', in a log as well
 _STATISTIC_NAMES = """
     max min amax amin aminmax argmax argmin kthvalue topk sort argsort median nanmedian quantile nanquantile mode
@@ -9,6 +12,13 @@ STATISTICS = frozenset(_STATISTIC_NAMES.split())
 READS = ("item", "tolist", "numpy", "array", "float", "int", "format", "repr", "str")
 # what is decided by the numbers of several sequences, or said of them
 DECISIONS = STATISTICS.union(READS, ("gt", "lt", "ge", "le", "eq", "softmax", "log_softmax"))
+# a loss of this rank's rows, a number with a gradient
+MEAN = "a mean of rows"
+BRANCHES = ("gt", "lt", "ge", "le")
+BRANCH_REMEDY = (
+    "Decide by what all ranks have: mean = loss.detach().clone(); torch.distributed.all_reduce(mean, "
+    "group=parallel_state.get_context_parallel_group()), over their number"
+)
 SUM_REMEDY = (
     "Sum it over the ranks before it is read: torch.distributed.all_reduce(x, "
     "group=parallel_state.get_context_parallel_group()); means of rows, equally many on each, over their number too"
@@ -18,3 +28,26 @@ LOG_REMEDY = (
     "group=parallel_state.get_context_parallel_group()); a median or a quantile wants the losses of all ranks "
     "(all_gather)"
 )
+
+
+class ReadLoss(float):
+    """`loss.item()` of a rank's own rows; `tell()` where it is compared."""
+
+    tell: Callable[[], None]
+
+    def __reduce__(self) -> Any:
+        return float, (float(self),)
+
+
+def _telling(name: str) -> Callable[[ReadLoss, Any], Any]:
+    compare = getattr(float, name)
+
+    def method(self: ReadLoss, other: Any) -> Any:
+        self.tell()
+        return compare(self, other)
+
+    return method
+
+
+for _name in BRANCHES:
+    setattr(ReadLoss, f"__{_name}__", _telling(f"__{_name}__"))

@@ -131,11 +131,11 @@ class RowSums:
             self.told = True
             warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
 
-    def tell_of_log(self, name: str, remedy: str = LOG_REMEDY) -> None:
+    def tell_of_log(self, name: str, remedy: str = LOG_REMEDY, does: str = "is read") -> None:
         """Warn, once, of a statistic of this rank's rows that is read as if it were of all."""
         if not self._told_of_log:
             self._told_of_log = True
-            what = f"{name} rows which are this context rank's is read: others hold the rest of each sequence"
+            what = f"{name} rows which are this context rank's {does}: others hold the rest of each sequence"
             warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
 
 

@@ -1,5 +1,6 @@
 """A sum over a context rank's rows that only numbers divide: whether its rows weigh in the loss what a mean's do."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,4 +115,22 @@ def told_of_counts(weights: Tensor, size: int) -> str:
         "loss_fn returns a sum over rows which are this context rank's, and counts no rows: executors add up the "
         f"counts of {size} context ranks, each of which counts the same sequences, so the loss is divided by {size} "
         "times as many"
+    )
+
+
+def told_of_sums(gradients: Tensor, ranks: Sequence[int], tolerance: float) -> str:
+    """What is said of the gradients [cp, 2], norm and mean, of each rank's part of a sum; "" if they are equal."""
+    # a rank whose rows are all masked adds nothing, whatever it is divided by
+    used = [i for i, rank in enumerate(gradients) if rank.isfinite().all() and rank.any()]
+    if not used:
+        return ""
+    off = (gradients[used] - gradients[used[0]]).abs().amax(1)
+    if off.max() <= tolerance * gradients[used, 0].max():
+        return ""
+    other = used[int(off.argmax())]
+    one, two = (f"{float(gradients[place, 0]):.6g}" for place in (used[0], other))
+    return (
+        "what is summed over this context rank's own rows counts otherwise than the same sum of another: its "
+        f"gradient's norm is {one} on rank {ranks[used[0]]} and {two} on rank {ranks[other]}. One process goes on "
+        "with one sum, so tokens weigh differently than there"
     )
