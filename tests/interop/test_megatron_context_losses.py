@@ -52,16 +52,17 @@ def squared(mask, losses):
 LOSSES = {"share": share, "multiplied": multiplied, "own mean": own_mean, "squared": squared}
 
 
-def gradients(name, cp):
+def gradients(name, cp, pp=1):
     """(name -> gradient after a step of 2 microbatches, what was told)."""
     mpu.destroy_model_parallel()
-    mpu.initialize_model_parallel(context_parallel_size=cp)
+    mpu.initialize_model_parallel(1, pp, context_parallel_size=cp)
     try:
         facts = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "params_dtype": torch.float64}
         config = TransformerConfig(**facts, hidden_dropout=0.0, attention_dropout=0.0)
         config.finalize_model_grads_func = finalize_model_grads
         torch.manual_seed(0)
-        model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCAB, max_sequence_length=S)
+        ends = {"pre_process": mpu.is_pipeline_first_stage(), "post_process": mpu.is_pipeline_last_stage()}
+        model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCAB, max_sequence_length=S, **ends)
         model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
 
         def forward_step(iterator, model):
@@ -88,12 +89,15 @@ def gradients(name, cp):
         mpu.destroy_model_parallel()
 
 
+@pytest.mark.parametrize("pp", [1, pytest.param(2, marks=pytest.mark.full)])
 @pytest.mark.parametrize("name", LOSSES)
-def test_both_are_one_processs(ranks, name):
+def test_both_are_one_processs(ranks, name, pp):
     ((want, _),) = ranks(gradients, name, 1, world=1)
-    for found, told in ranks(gradients, name, 2, world=2):
-        for parameter, gradient in want.items():
-            torch.testing.assert_close(found[parameter], gradient, rtol=1e-9, atol=1e-12)
-        # of weighted rows nobody can tell which it is
-        says = [line for line in told if "neither 1 nor 2: it is taken as a mean of this rank's own rows" in line]
-        assert len(says) == (name == "squared") == len(told)
+    lines = []
+    for found, told in ranks(gradients, name, 2, pp, world=2 * pp):
+        for parameter, gradient in found.items():
+            torch.testing.assert_close(gradient, want[parameter], rtol=1e-9, atol=1e-12)
+        lines += told
+    # of weighted rows nobody can tell which it is; last stages are told
+    assert len(lines) == (2 if name == "squared" else 0)
+    assert all("neither 1 nor 2: it is taken as a mean of this rank's own rows" in line for line in lines)
