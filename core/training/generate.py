@@ -229,7 +229,12 @@ def _print_texts(
         for number, (text, prompt) in enumerate(zip(texts, tokens, strict=True)):
             before = prompts[number] if prompts else ""
             told.append(before + tokenizer.decode(text)[len(tokenizer.decode(prompt)) :])
-        print("" if alone else "\n\n".join(told))
+        if alone:
+            # a character whose last bytes never came
+            text = tokenizer.decode(texts[0])
+            print(text[len(shown) :] if text.startswith(shown) else "")
+        else:
+            print("\n\n".join(told))
         last = model.max_sequence_length
         if any(
             len(text) == last < len(prompt) + new_tokens
