@@ -23,6 +23,7 @@ from core.training.log.picture import headline, write_report
 from core.training.log.sinks import open_sinks
 from core.training.model.config import ModelConfig
 from core.training.run.build import count_parameters, count_trained
+from core.training.run.cut_answers import cut_answers
 from core.training.run.data import Corpus
 from core.transformer.precision import in_8_bits
 
@@ -196,6 +197,8 @@ def describe(
             f"conversations: {train.token_file.num_documents:,} in {train.num_samples:,} rows of "
             f"{train.sequence_length:,} tokens{longer}; the loss is of their answers"
         )
+    for name, lost in cut_answers(corpus, run):
+        say(f"note: {name}: {lost.note}")
     return total
 
 
