@@ -10,8 +10,8 @@ from core.training import RunConfig, initialize
 from core.training.evaluate import main as evaluate
 from tests.datasets.chats import lines
 
-SIZES = ["--model.num-layers", "1", "--model.hidden-size", "32", "--model.num-attention-heads", "4", "--device", "cpu"]
-RUN = [*SIZES, "--training.train-steps", "2", "--training.global-batch-size", "4", "--training.log-interval", "1"]
+SIZES = ["--model.num-layers=1", "--model.hidden-size=32", "--model.num-attention-heads=4", "--device=cpu"]
+RUN = [*SIZES, "--training.train-steps=2", "--training.global-batch-size=4", "--training.log-interval=1"]
 
 
 def chats(path, name, lengths):
