@@ -60,6 +60,27 @@ def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None])
         say(f"note: {line}")
     if _keeps_nothing(loaded.run):
         say(f"note: {_NOT_KEPT}")
+    # what is on disk is of interest to the rank that speaks
+    if ps.rank == 0 and (rate := note_on_rate(loaded)):
+        say(f"note: {rate}")
+
+
+def note_on_rate(loaded: Loaded) -> str:
+    """What is said of trained weights that begin at the rate of new ones, which nobody chose; empty: they do not."""
+    run = loaded.run
+    begins = run.model.huggingface or run.checkpoint.weights
+    is_chosen = loaded.origin["optimizer.lr"] != "default" or run.optimizer.optimizer != "adamw"
+    if not begins or is_chosen or run.checkpoint.resumes():
+        return ""
+    usual = "5e-5"
+    if run.training.objective == "dpo":
+        usual = "1e-6"
+    if run.lora.rank is not None:
+        usual = "1e-5" if run.training.objective == "dpo" else "2e-4"
+    return (
+        f"optimizer.lr={run.optimizer.lr:g} is the default, of weights that begin at random; for trained ones "
+        f"{'and adapters ' * (run.lora.rank is not None)}{usual} is usual: --optimizer.lr {usual}"
+    )
 
 
 def _keeps_nothing(run: RunConfig) -> bool:
