@@ -203,56 +203,6 @@ def test_any_module_with_its_own_batches_and_loss():
     assert initialize(nn.Linear(4, 1), config).loader is None
 
 
-class TokenModel(nn.Module):
-    """A table of next tokens; losses [b, s] where it is given labels."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(280, 280)
-
-    def forward(self, tokens, labels):
-        logits = self.table(tokens)
-        return nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-
-
-class Logits(TokenModel):
-    def forward(self, tokens):
-        return self.table(tokens)
-
-
-class InputIds(TokenModel):
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, labels=None):
-        return self.table(input_ids)
-
-
-def test_a_module_that_takes_tokens_reads_the_text(corpus):
-    config = settings(corpus, optimizer__lr=0.1)
-    nets = [TokenModel(), Logits()]
-    nets[1].load_state_dict(nets[0].state_dict())
-
-    def of_logits(output, batch):
-        losses = nn.functional.cross_entropy(output.transpose(1, 2), batch["labels"], reduction="none")
-        return losses.sum(), (batch["labels"] != -100).sum()
-
-    found = []
-    for net, more in zip(nets, ({}, {"loss_fn": of_logits}), strict=True):
-        model, _, _, loader = initialize(net, config, **more)
-        assert loader.batch(0)["tokens"].shape == (8, S)
-        found.append([float(model.train_step(batch).loss) for batch in loader])
-    assert found[0] == pytest.approx(found[1], rel=1e-5) and found[0][-1] < found[0][0]
-
-
-def test_a_text_that_a_module_cannot_read_is_refused(corpus, monkeypatch):
-    monkeypatch.setattr("core.training.run.engine.initialize.join_world", lambda *args: pytest.fail("joined a world"))
-    config = settings(corpus)
-    with pytest.raises(ValueError, match=r"forward of Logits takes no labels .*; take them, or give loss_fn\("):
-        initialize(Logits(), config)
-    with pytest.raises(ValueError, match=r"no tokens among its 5 .*leave the module out and set model.huggingface"):
-        initialize(InputIds(), config)
-    with pytest.raises(ValueError, match=r"Linear takes no tokens .* give batches=, .*; or leave data.train out"):
-        initialize(nn.Linear(4, 1), config, loss_fn=squared_error)
-
-
 def test_a_model_of_ones_own_is_checked_against_the_text(corpus):
     config = RunConfig.from_dict(settings(corpus))
     parts = config.model.transformer(), config.model.spec()

@@ -7,7 +7,8 @@ import pytest
 
 from core import __version__
 from core.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
-from core.training import load_run
+from core.training import DataConfig, RunConfig, TrainingConfig, load_run
+from core.training.config import CheckpointConfig
 from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.megatron import MEGATRON
 from core.training.config.messages.names import unknown
@@ -155,6 +156,26 @@ def test_every_argument_of_the_trainer_has_an_answer():
     assert unknown("max_seq_length", fields).endswith("give data.sequence_length")
     assert unknown("packing", fields).startswith("unknown packing; leave it out: conversations are packed")
     assert "model.seed" in unknown("seed", fields) and "checkpoint.load" in unknown("resume_from_checkpoint", fields)
+
+
+# of SFTTrainer and its SFTConfig, beside what is the Trainer's
+OF_TRL = (
+    "args train_dataset eval_dataset processing_class peft_config data_collator formatting_func compute_metrics "
+    "compute_loss_func optimizers callbacks shuffle_dataset max_length max_seq_length packing packing_strategy "
+    "padding_free eval_packing completion_only_loss assistant_only_loss chat_template_path dataset_text_field "
+    "dataset_kwargs dataset_num_proc eos_token pad_token pad_to_multiple_of activation_offloading model_init_kwargs "
+    "neftune_noise_alpha use_liger_kernel response_template trust_remote_code resume_from_checkpoint"
+)
+
+
+@pytest.mark.parametrize("name", OF_TRL.split())
+def test_every_argument_of_trls_trainer_has_an_answer_of_its_own(name):
+    said = unknown(name, known_fields())
+    assert "did you mean" not in said and "the parts are" not in said
+    # in Python too, whichever part of a run it is given to
+    for part in (TrainingConfig, DataConfig, CheckpointConfig, RunConfig):
+        with pytest.raises(ValueError, match=rf"{part.__name__} has no {name} \((give|leave|not here)"):
+            part(**{name: 1})
 
 
 # as they are typed behind pretrain_gpt.py

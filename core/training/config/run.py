@@ -16,6 +16,7 @@ from core.optimizer.schedules.schedule import ENDLESS, LR_SCHEDULES
 from core.parallel_state.config import ParallelConfig, raise_all
 from core.training.config.data import DataConfig
 from core.training.config.fields import Field, fields_of, flatten
+from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.names import unknown
 from core.training.config.parts import (
     CheckpointConfig,
@@ -40,7 +41,7 @@ _OPTIMIZER_DEFAULTS: dict[str, Any] = {
 _DEVICE = re.compile(r"[a-z][a-z0-9_]*(?::(0|[1-9][0-9]{0,2}))?")
 
 
-@tells_names()
+@tells_names("", HUGGINGFACE)
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All settings of a run. `from_dict`, `from_toml` and `load_run` read one, and report all mistakes at once.

@@ -27,6 +27,7 @@ from core.training.resume.same_run import refuse_another_run
 from core.training.run.assembly import assemble
 from core.training.run.data import BatchSource, Corpus, open_corpus
 from core.training.run.engine.text_of_run import reads_text
+from core.training.run.engine.their_arguments import answers_theirs
 from core.training.run.engine.training_model import TrainingModel
 from core.training.run.evaluate import next_token_loss
 from core.training.run.loader import Loader, Scheduler
@@ -43,6 +44,7 @@ class Initialized(NamedTuple):
     loader: Loader | None
 
 
+@answers_theirs
 def initialize(
     model: nn.Module | Mapping[int, nn.Module] | None = None,
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
