@@ -24,7 +24,7 @@ from core.training.log.sinks import open_sinks
 from core.training.model.config import ModelConfig
 from core.training.run.build import count_parameters, count_trained
 from core.training.run.cut_answers import cut_answers
-from core.training.run.data import Corpus
+from core.training.run.data import Corpus, note_on_tokenizer
 from core.transformer.precision import in_8_bits
 
 _WIDEST = 118  # columns of a drawing
@@ -191,6 +191,8 @@ def describe(
         for note in (note_on_padding(run.model.huggingface, corpus), note_on_length(run)):
             if note:
                 say(f"note: {note}")
+    if ps.rank == 0 and (note := note_on_tokenizer(run, corpus)):
+        say(f"note: {note}")
     total, local = count_parameters(stages, ps)
     say(f"parameters: {total:,} in all, {local:,} on rank 0 (with padding)")
     if run.lora.rank is not None:

@@ -25,7 +25,7 @@ from core.training.preferences.reference import first_batches
 from core.training.resume.batch_plan import PlannedBatches
 from core.training.resume.same_run import refuse_another_run
 from core.training.run.assembly import assemble
-from core.training.run.data import BatchSource, Corpus, open_corpus
+from core.training.run.data import BatchSource, Corpus, note_on_tokenizer, open_corpus
 from core.training.run.engine.text_of_run import reads_text
 from core.training.run.engine.their_arguments import answers_theirs
 from core.training.run.engine.training_model import TrainingModel
@@ -112,6 +112,8 @@ def _open_text(
 ) -> Corpus:
     """The text of `run.data`. Raises ValueError: it is not that of the checkpoint that the run goes on from."""
     corpus = open_corpus(run.data, run.training, ps)
+    if ps.rank == 0 and (note := note_on_tokenizer(run, corpus)):
+        print(f"note: {note}")
     if model is None:
         refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     return corpus
