@@ -9,6 +9,7 @@ from core import __version__
 from core.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 from core.training import DataConfig, RunConfig, TrainingConfig, load_run
 from core.training.config import CheckpointConfig
+from core.training.config.messages.deepspeed import AS_COMMAND, DEEPSPEED
 from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.megatron import MEGATRON
 from core.training.config.messages.names import unknown
@@ -43,6 +44,10 @@ FILES = {
         'line 2: model.style = llama: a text stands in quotes; write "llama"',
     ),
     "JSON": ('{"optimizer": {"lr": 1e-3}}\n', f"it is JSON; {IN_TOML}"),
+    "DeepSpeed's": (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}\n',
+        f"it is DeepSpeed's; {AS_COMMAND}",
+    ),
     "YAML": ("optimizer:\n  lr: 0.001\n", f"line 1: 'optimizer:' looks like YAML; {IN_TOML}"),
     "a word": ("hello\n", "line 1: 'hello' is no setting (name = value) and no header ([part])"),
     "half a text": ('[data]\ntrain = "corpus\n', "line 2: data.train = \"corpus: illegal character '\\n'"),
@@ -137,6 +142,7 @@ def test_names_from_elsewhere_lead_to_fields_that_exist():
     assert not set(TORCHTITAN) & set(fields)
     assert not (MEGATRON.keys() & {*ELSEWHERE, *REMARKS}), "one answer to a name"
     assert not (HUGGINGFACE.keys() & {*ELSEWHERE, *REMARKS, *MEGATRON}), "one answer to a name"
+    assert not (DEEPSPEED.keys() & {*ELSEWHERE, *REMARKS, *MEGATRON, *HUGGINGFACE}), "one answer to a name"
     answers = [*MEGATRON.values(), *HUGGINGFACE.values()]
     named = {name for answer in answers for name in re.findall(r"\b(\w+\.\w+)\b", answer)}
     parts = {name.partition(".")[0] for name in fields}
@@ -176,6 +182,17 @@ def test_every_argument_of_trls_trainer_has_an_answer_of_its_own(name):
     for part in (TrainingConfig, DataConfig, CheckpointConfig, RunConfig):
         with pytest.raises(ValueError, match=rf"{part.__name__} has no {name} \((give|leave|not here)"):
             part(**{name: 1})
+
+
+def test_a_configuration_of_deepspeeds_is_told_as_one():
+    with pytest.raises(ValueError, match=r"configuration of DeepSpeed's; give .* from_deepspeed\(FILE, data_"):
+        RunConfig.from_dict({"train_batch_size": 8, "bf16": {"enabled": True}})
+    fields = known_fields()
+    assert unknown("bf16.enabled", fields) == "unknown bf16.enabled; did you mean model.bf16?"
+    assert unknown("zero_optimization.stage", fields).endswith("; give data_parallel.zero_stage")
+    assert unknown("deepspeed_config", fields).startswith(
+        "unknown deepspeed_config; python -m core.interop.deepspeed FILE"
+    )
 
 
 # as they are typed behind pretrain_gpt.py

@@ -3,6 +3,8 @@
 Where a field of one name and one meaning stands for them, `elsewhere` says so.
 """
 
+from core.training.config.messages.deepspeed import AS_COMMAND
+
 _SAVING = "give checkpoint.directory and checkpoint.every, in updates"
 _TEMPLATE = (
     "leave it out: the chat template beside the tokenizer is read (model.huggingface, data.tokenizer); "
@@ -122,7 +124,7 @@ _ANSWERS = {
     "tf32": "set torch.backends.cuda.matmul.allow_tf32 in a program",
     "torch_empty_cache_steps": "leave it out: memory is not given back between steps",
     # layouts
-    "deepspeed": "give data_parallel.zero_stage, 1 to 3, and data_parallel.offload; the rest: docs/coming_from.md",
+    "deepspeed": f"give data_parallel.zero_stage and data_parallel.offload; of a ds_config, {AS_COMMAND}",
     "fsdp": _SHARDING,
     "fsdp_config": _SHARDING,
     "parallelism_config": _SHARDING,
