@@ -84,8 +84,10 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
 def note_on_tokenizer(run: RunConfig, corpus: Corpus) -> str:
     """What is said of a text whose tokens are not those that `checkpoint.weights` was trained on; empty: they are."""
     url = run.checkpoint.weights
+    if url is None:
+        return ""
     try:
-        known = tokenizer_of_run(url) if url is not None else {}
+        known = tokenizer_of_run(url)
     except (OSError, ValueError):  # told when the weights are loaded
         known = {}
     identity = corpus.tokenizer.identity
