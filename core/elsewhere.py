@@ -59,7 +59,6 @@ ELSEWHERE = {
     "output_dir": "training.output",
     "save_steps": "checkpoint.every",
     "save_total_limit": "checkpoint.keep_last",
-    "resume_from_checkpoint": "checkpoint.load",
     "data_seed": "data.seed",
     # of DeepSpeed
     "gradient_clipping": "optimizer.clip_grad",

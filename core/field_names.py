@@ -10,7 +10,7 @@ from operator import index
 from types import NoneType
 from typing import Any, SupportsIndex, TypeVar, get_args, get_type_hints
 
-from core.elsewhere import ELSEWHERE, TORCHTITAN
+from core.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 
 # of difflib: "hiden_size" is like hidden_size, "new_field" like nothing
 ALIKE = 0.7
@@ -140,6 +140,8 @@ def _remedy(name: str, section: str, fields: list[str], subject: str) -> str:
         return f"did you mean {key}?"
     if ours:
         return f"in a run it is {ours}"
+    if remark := REMARKS.get(name):
+        return remark
     if close := get_close_matches(name, fields, n=1, cutoff=ALIKE):
         return f"did you mean {close[0]}?"
     return f"help({subject}) lists its names"

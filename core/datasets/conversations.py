@@ -57,6 +57,22 @@ class ConversationBatches(GPTBatches):
         return int((self._lengths > self.sequence_length).sum())
 
     @cached_property
+    def cut(self) -> tuple[int, int, int]:
+        """(conversations of which answers are lost, those answers' tokens, the row that would lose none)."""
+        # inputs of a row predict one more token than their first
+        reach = self.sequence_length + 1
+        conversations = tokens = longest = 0
+        for number in np.flatnonzero(self._lengths > reach).tolist():
+            first = self.token_file.document_start(number)
+            stop = first + int(self._lengths[number])
+            lost = int(self.token_file.answers(first + reach, stop).sum())
+            if lost:
+                conversations += 1
+                tokens += lost
+                longest = max(longest, stop - first - 1)
+        return conversations, tokens, longest
+
+    @cached_property
     def _first_documents(self) -> list[int]:
         """The first conversation of each row, and their number."""
         s = self.sequence_length

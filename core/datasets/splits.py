@@ -155,9 +155,11 @@ def split_documents(
     # a pair is not cut
     unit = 2 if file.holds_preferences else 1
     if file.num_documents < unit * sum(requested):
+        # a conversation has no paragraphs to be cut at
+        cut = "" if file.marks_answers else "prepare it with --documents paragraph, "
         raise ValueError(
             f"{file.prefix} has {file.num_documents} documents, split={split!r} asks for {sum(requested)} parts; "
-            "prepare it with --documents paragraph, give validation files of their own, or split='1,0,0'"
+            f"{cut}give validation files of their own, or split='1,0,0'"
         )
     ranges: list[TokenRange | None] = []
     first = 0

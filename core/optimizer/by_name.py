@@ -1,6 +1,6 @@
 """What an `OptimizerConfig` says of parameters by patterns of their names: who is frozen, rates, decays."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any
@@ -14,16 +14,19 @@ def patterns_of(config: OptimizerConfig) -> list[tuple[str, str]]:
     return [(field, pattern) for field in fields for pattern in getattr(config, field)]
 
 
-def unmatched(config: OptimizerConfig, names: Iterable[str]) -> list[str]:
-    """A message for each pattern that is the name of no parameter of the whole model."""
+def unmatched(
+    config: OptimizerConfig,
+    names: Iterable[str],
+    told_of: Callable[[str, list[str]], str] = lambda pattern, names: "",
+) -> list[str]:
+    """A message for each pattern that is no parameter's name in the whole model; `told_of` adds what it knows."""
     parameter_names = list(names)
     messages = []
     for field, pattern in patterns_of(config):
         if not any(fnmatchcase(name, pattern) for name in parameter_names):
-            if parameter_names:
+            example = told_of(pattern, parameter_names)
+            if parameter_names and not example:
                 example = f", the first is {parameter_names[0]}"
-            else:
-                example = ""
             messages.append(
                 f"{field}={pattern!r} is the name of none of the model's {len(parameter_names)} parameters{example}"
             )

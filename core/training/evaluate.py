@@ -25,6 +25,7 @@ from core.training.log.console import errors_as_one_line
 from core.training.log.json_rows import json_number
 from core.training.log.validation import MAIN, perplexity
 from core.training.model.folder import tokenizer_in
+from core.training.run.cut_answers import Cut, cut_answers
 from core.training.run.data import Corpus, open_corpus
 from core.training.run.evaluate import TextLoss, evaluate_texts
 from core.training.run.trained import Trained, executor_of, find_trained
@@ -103,11 +104,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not corpus.validation_texts:
             raise ValueError("the run has 0 validation texts; give --data PREFIX")
         stages = trained.load(run, corpus.tokenizer.vocab_size, ps)
+        cut = {names.get(name, name): lost for name, lost in cut_answers(corpus, run)}
+        if ps.rank == 0:
+            for name, lost in cut.items():
+                # before the work, and apart from what a program reads
+                print(f"note: {name}: {lost.note}", file=sys.stderr, flush=True)
         found = evaluate_texts(executor_of(stages, run, ps), corpus, ps)
         if ps.rank == 0:
             _print_losses(
                 trained.url,
                 {names.get(name, name): text for name, text in found.items()},
+                cut,
                 options.json,
                 options.max_batches > 0,
             )
@@ -177,7 +184,13 @@ def _refuse_other_tokenizer(trained: Trained, corpus: Corpus) -> None:
         )
 
 
-def _print_losses(url: str, losses: Mapping[str, TextLoss], as_json: bool, limited: bool) -> None:
+def _print_losses(
+    url: str,
+    losses: Mapping[str, TextLoss],
+    cut: Mapping[str, Cut],
+    as_json: bool,
+    limited: bool,
+) -> None:
     rows = {}
     for name, text in losses.items():
         values = {
@@ -187,6 +200,8 @@ def _print_losses(url: str, losses: Mapping[str, TextLoss], as_json: bool, limit
         }
         rows[name] = {key: json_number(value) for key, value in values.items()}
         rows[name] |= {"tokens": text.tokens, "bytes": text.num_bytes}
+        if name in cut:
+            rows[name]["tokens_beyond_rows"] = cut[name].tokens
     if as_json:
         print(json.dumps({"model": url, "texts": rows}))
         return

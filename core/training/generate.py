@@ -34,6 +34,7 @@ from core.training.generation import generate_batch as generate_batch
 from core.training.log.console import errors_as_one_line
 from core.training.run.facts import model_of_checkpoint, tokenizer_file, tokenizer_of_checkpoint
 from core.training.sampling import Sampling
+from core.training.their_flags import parsed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = parsed(_parser(), sys.argv[1:] if arguments is None else arguments)
     if not (Path(options.model).expanduser() / "config.json").is_file():
         options.model = newest_checkpoint(options.model) or options.model
     is_checkpoint = (Path(options.model) / MANIFEST).exists()

@@ -114,6 +114,15 @@ def test_what_the_hub_has_not_is_refused_in_a_line(hub, tmp_path, name, offline,
     assert "Traceback" not in done.stderr and not list(tmp_path.glob("a*"))
 
 
+def test_a_hub_that_nobody_reaches_is_told_in_a_line(hub, tmp_path):
+    """Not HF_HUB_OFFLINE: the library tries, and its HTTP client's error comes through."""
+    env = environment(hub, tmp_path / "home", HF_ENDPOINT="http://127.0.0.1:9")
+    done = prepare("hf://datasets/org/name/data/train-*", tmp_path / "a", env)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "the Hub was not reached, and none of its files is in the cache" in done.stderr
+    assert "or name files on this disk" in done.stderr
+
+
 @pytest.mark.full
 def test_a_run_takes_it_on_two_ranks(hub, tmp_path):
     command = [

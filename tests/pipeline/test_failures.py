@@ -164,7 +164,11 @@ def uneven_batch(schedule):
 def test_a_batch_that_does_not_divide_on_one_rank_stops_all(apart):
     for seconds, text in apart(uneven_batch, "1f1b", world=2):
         assert seconds < 10
-        assert "rank 0, before its first action: ValueError: a batch of 7 samples does not divide" in text
+        # the cause first, for the one line that a console shows; its traceback behind it
+        assert text.startswith(
+            "the step failed: rank 0, before its first action: ValueError: a batch of 7 samples does not divide"
+        )
+        assert "\nTraceback (most recent call last):\n" in text
 
 
 def later_step():

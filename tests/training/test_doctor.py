@@ -194,7 +194,7 @@ def test_bfloat16_that_a_cpu_emulates_is_told_by_the_doctor_and_by_a_run(slowdow
     monkeypatch.setattr(environment, "bf16_slowdown", lambda device: slowdown)
     check = fast_paths.bfloat16(CPU)
     assert check.status == status
-    corpus = SimpleNamespace(num_tokens=(10, 5), train=None)
+    corpus = SimpleNamespace(num_tokens=(10, 5), train=None, validation_texts={})
     notes = {}
     for dtype in ("bf16", "fp32"):
         said = []

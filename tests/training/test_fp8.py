@@ -75,7 +75,7 @@ def test_memory_and_lines_of_a_run(made):
     """Weights, gradients and states are what they are without; a line says which layers, and of what mfu is."""
     assert fullest_rank(run_of(made).sections()) == fullest_rank(run_of(made, **FP8).sections())
     ends = {"model__first_last_layers_bf16": True, "model__bf16": True}
-    corpus, said = SimpleNamespace(num_tokens=(10, 5), train=None), []
+    corpus, said = SimpleNamespace(num_tokens=(10, 5), train=None, validation_texts={}), []
     describe({0: torch.nn.Linear(2, 2)}, ParallelState.single("cpu"), corpus, run_of(made, **FP8 | ends), said.append)
     (told,) = [line for line in said if line.startswith("8 bits: ")]
     assert "linears of 1 of 3 layers (hybrid, tensorwise); mfu is a share of the peak of bfloat16" in told

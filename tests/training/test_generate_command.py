@@ -190,6 +190,25 @@ def test_a_chat_needs_its_template(folder):
         main([str(folder), "--system", "short", "--prompt", "x"])
 
 
+def test_flags_of_other_programs_are_read_or_answered(folder, capsys):
+    words = [str(folder), "--prompt", "a cat", "--seed", "3"]
+    assert main([*words, "--max_new_tokens=4", "--temperature", "0.8", "--top_k", "5"]) == 0
+    theirs = capsys.readouterr().out
+    assert main([*words, "--new-tokens", "4", "--temperature", "0.8", "--top-k", "5"]) == 0
+    assert theirs == capsys.readouterr().out
+    with pytest.raises(SystemExit) as left:
+        main([*words, "--do_sample", "--num-beams", "4"])
+    told = capsys.readouterr().err
+    assert left.value.code == 2 and "unknown --do_sample; give --temperature T above 0" in told
+    assert "unknown --num-beams; not here" in told
+    with pytest.raises(SystemExit):
+        main(["--model", str(folder), "--prompt", "a"])
+    assert "unknown --model; it is the first word, without a flag" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--nonsense"])
+    assert "unrecognized arguments: --nonsense" in capsys.readouterr().err
+
+
 def test_a_model_of_ones_own_is_told(tmp_path):
     state = {"w": torch.ones(2)}
     save(state, tmp_path / "own", ps=ParallelState.single("cpu"), run={"settings": {"model.build": "mine:build"}})

@@ -7,7 +7,9 @@ import pytest
 
 from core import __version__
 from core.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
-from core.training import load_run
+from core.training import DataConfig, RunConfig, TrainingConfig, load_run
+from core.training.config import CheckpointConfig
+from core.training.config.messages.deepspeed import AS_COMMAND, DEEPSPEED
 from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.megatron import MEGATRON
 from core.training.config.messages.names import unknown
@@ -42,6 +44,10 @@ FILES = {
         'line 2: model.style = llama: a text stands in quotes; write "llama"',
     ),
     "JSON": ('{"optimizer": {"lr": 1e-3}}\n', f"it is JSON; {IN_TOML}"),
+    "DeepSpeed's": (
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}\n',
+        f"it is DeepSpeed's; {AS_COMMAND}",
+    ),
     "YAML": ("optimizer:\n  lr: 0.001\n", f"line 1: 'optimizer:' looks like YAML; {IN_TOML}"),
     "a word": ("hello\n", "line 1: 'hello' is no setting (name = value) and no header ([part])"),
     "half a text": ('[data]\ntrain = "corpus\n', "line 2: data.train = \"corpus: illegal character '\\n'"),
@@ -136,6 +142,7 @@ def test_names_from_elsewhere_lead_to_fields_that_exist():
     assert not set(TORCHTITAN) & set(fields)
     assert not (MEGATRON.keys() & {*ELSEWHERE, *REMARKS}), "one answer to a name"
     assert not (HUGGINGFACE.keys() & {*ELSEWHERE, *REMARKS, *MEGATRON}), "one answer to a name"
+    assert not (DEEPSPEED.keys() & {*ELSEWHERE, *REMARKS, *MEGATRON, *HUGGINGFACE}), "one answer to a name"
     answers = [*MEGATRON.values(), *HUGGINGFACE.values()]
     named = {name for answer in answers for name in re.findall(r"\b(\w+\.\w+)\b", answer)}
     parts = {name.partition(".")[0] for name in fields}
@@ -155,6 +162,37 @@ def test_every_argument_of_the_trainer_has_an_answer():
     assert unknown("max_seq_length", fields).endswith("give data.sequence_length")
     assert unknown("packing", fields).startswith("unknown packing; leave it out: conversations are packed")
     assert "model.seed" in unknown("seed", fields) and "checkpoint.load" in unknown("resume_from_checkpoint", fields)
+
+
+# of SFTTrainer and its SFTConfig, beside what is the Trainer's
+OF_TRL = (
+    "args train_dataset eval_dataset processing_class peft_config data_collator formatting_func compute_metrics "
+    "compute_loss_func optimizers callbacks shuffle_dataset max_length max_seq_length packing packing_strategy "
+    "padding_free eval_packing completion_only_loss assistant_only_loss chat_template_path dataset_text_field "
+    "dataset_kwargs dataset_num_proc eos_token pad_token pad_to_multiple_of activation_offloading model_init_kwargs "
+    "neftune_noise_alpha use_liger_kernel response_template trust_remote_code resume_from_checkpoint"
+)
+
+
+@pytest.mark.parametrize("name", OF_TRL.split())
+def test_every_argument_of_trls_trainer_has_an_answer_of_its_own(name):
+    said = unknown(name, known_fields())
+    assert "did you mean" not in said and "the parts are" not in said
+    # in Python too, whichever part of a run it is given to
+    for part in (TrainingConfig, DataConfig, CheckpointConfig, RunConfig):
+        with pytest.raises(ValueError, match=rf"{part.__name__} has no {name} \((give|leave|not here)"):
+            part(**{name: 1})
+
+
+def test_a_configuration_of_deepspeeds_is_told_as_one():
+    with pytest.raises(ValueError, match=r"configuration of DeepSpeed's; give .* from_deepspeed\(FILE, data_"):
+        RunConfig.from_dict({"train_batch_size": 8, "bf16": {"enabled": True}})
+    fields = known_fields()
+    assert unknown("bf16.enabled", fields) == "unknown bf16.enabled; did you mean model.bf16?"
+    assert unknown("zero_optimization.stage", fields).endswith("; give data_parallel.zero_stage")
+    assert unknown("deepspeed_config", fields).startswith(
+        "unknown deepspeed_config; python -m core.interop.deepspeed FILE"
+    )
 
 
 # as they are typed behind pretrain_gpt.py

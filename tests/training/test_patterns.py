@@ -119,6 +119,10 @@ REFUSED = {
         {"optimizer__lr_multipliers": {"head.*": 2}, "optimizer__weight_decays": {"x": 0}},
         r"optimizer\.lr_multipliers='head\.\*' is the name of none.*; optimizer\.weight_decays='x' is the name of",
     ),
+    "their names": (
+        {"optimizer__freeze": ["model.embed_tokens.*"]},
+        r"freeze='model.embed_tokens.\*' is .* none .* 14 parameters; these names .* are embedding.word_embeddings",
+    ),
     "everything": (
         {"optimizer__freeze": ["*"]},
         r"optimizer\.freeze leaves none of 14 parameters to train; leave",

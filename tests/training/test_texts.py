@@ -13,11 +13,12 @@ from core.datasets import TokenFile, load_tokenizer
 from core.datasets.corpus import cached
 from core.parallel_state import ParallelState
 from core.training import RunConfig, initialize
+from core.training.config import load_run
 from core.training.config.texts import with_token_files
 from core.training.evaluate import main as evaluate
 from core.training.generate import main as generate
 from core.training.run.data import open_corpus
-from core.training.run.summary import note_on_padding
+from core.training.run.summary import note_on_padding, note_on_rate
 from tests.datasets.chats import CHATML, TALK, lines
 from tests.models.test_huggingface_families import saved
 
@@ -231,6 +232,22 @@ def test_padding_that_only_ends_chats_is_not_told(tmp_path, chat_folder):
     for token, told in ((0, False), (2, True)):
         (tmp_path / "config.json").write_text(json.dumps({"pad_token_id": token}))
         assert bool(note_on_padding(str(tmp_path), corpus)) == told
+
+
+def test_the_rate_of_new_weights_is_told_where_trained_ones_begin_with_it(tmp_path):
+    _, folder = saved(tmp_path, "llama")
+
+    def told(*flags):
+        return note_on_rate(load_run(["--device", "cpu", "--data.sequence-length", "16", *flags]))
+
+    trained = ["--model.huggingface", str(folder)]
+    usual = "is the default, of weights that begin at random; for trained ones 5e-5 is usual: --optimizer.lr 5e-5"
+    assert told(*trained) == f"optimizer.lr=0.001 {usual}"
+    assert told(*trained, "--lora.rank", "2").endswith(
+        "for trained ones and adapters 2e-4 is usual: --optimizer.lr 2e-4"
+    )
+    chosen = ["--optimizer.lr", "1e-3"]
+    assert not told() and not told(*trained, *chosen) and not told(*trained, "--optimizer.optimizer", "lion")
 
 
 def test_generate_stops_where_answers_of_the_run_end(tmp_path, chat_folder, monkeypatch):

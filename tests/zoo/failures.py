@@ -38,7 +38,7 @@ def told(where, error, stage=2, rank=2):
     return rf"rank {rank}, stage {stage}, microbatch {BAD}, action {where} [^\n]*{error}"
 
 
-GONE, LATE = r"rank 2 is gone", r"failure, its traceback before it:\nrank 2 told nothing"
+GONE, LATE = r"rank 2 is gone", r"the step failed: rank 2 told nothing"
 HANG = 2.5
 
 

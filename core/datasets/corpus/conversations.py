@@ -228,7 +228,7 @@ class ConversationEncoder:
             if self._folder is None:
                 raise ValueError(
                     "rows of messages need the tokenizer of a model with a chat template, and tokens here are "
-                    "learned, or bytes; give --tokenizer FOLDER/tokenizer.json"
+                    "learned, or bytes; give FOLDER/tokenizer.json (--tokenizer of prepare, data.tokenizer of a run)"
                 )
             self._template = ChatTemplate(self._folder)
         try:

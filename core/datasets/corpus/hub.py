@@ -6,6 +6,7 @@ The files lie in the Hub's own cache (HF_HOME), downloaded once; the commit that
 import fnmatch
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,7 @@ def _downloaded(
         info = hub.HfApi().dataset_info(
             hub_name.repo, revision=hub_name.revision, files_metadata=True
         )
-    except (hub.errors.OfflineModeIsEnabled, ConnectionError, *_no_connection()):
+    except (hub.errors.OfflineModeIsEnabled, ConnectionError, *_no_connection(hub)):
         return _found_in_cache(hub, hub_name, suffixes)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings}
     paths = hub_name.matching(sizes, suffixes)
@@ -154,8 +155,14 @@ def _downloaded(
         )
     # of a pattern's own characters none is meant: these are names
     names = [re.sub(r"([*?[])", r"[\1]", path) for path in paths]
-    # by the name that was given: a run without a connection looks for that
-    folder = hub.snapshot_download(**repo, revision=hub_name.revision, allow_patterns=names)
+    try:
+        # by the name that was given: a run without a connection looks for that
+        folder = hub.snapshot_download(**repo, revision=hub_name.revision, allow_patterns=names)
+    except (hub.errors.LocalEntryNotFoundError, ConnectionError, *_no_connection(hub)) as error:
+        raise ValueError(
+            f"{hub_name.name}: the connection to the Hub was lost ({type(error).__name__}: {error}); the same "
+            "command goes on with what is downloaded"
+        ) from error
     return [Path(folder) / path for path in paths]
 
 
@@ -178,13 +185,12 @@ def _found_in_cache(hub: Any, hub_name: HubName, suffixes: tuple[str, ...]) -> l
     )
 
 
-def _no_connection() -> tuple[type[Exception], ...]:
+def _no_connection(hub: Any) -> tuple[type[Exception], ...]:
     """What the Hub's library lets through where there is no connection: its HTTP client's own errors."""
-    try:
-        import httpx
-    except ImportError:
-        return ()
-    return (httpx.TransportError,)
+    # requests, httpx or httpx2, by the version of the library
+    client = sys.modules[type(hub.utils.get_session()).__module__.partition(".")[0]]
+    names = ("TransportError", "ConnectionError", "ReadTimeout")
+    return tuple(getattr(client, name) for name in names if hasattr(client, name))
 
 
 def _check_space(hub_name: HubName, count: int, nbytes: int, cache: str) -> None:

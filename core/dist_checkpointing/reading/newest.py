@@ -70,6 +70,10 @@ def newest_checkpoint(target: str | Path) -> str | None:
         return str(path)
     if (path / _RUN).is_file() or path.suffix == ".toml":
         return _newest_of_run(path if path.suffix == ".toml" else path / _RUN)
+    return _newest_step(path)
+
+
+def _newest_step(path: Path) -> str | None:
     steps = CheckpointRoot(str(path)).steps() if os.path.isdir(path) else []
     return below(str(path), step_name(steps[-1])) if steps else None
 
@@ -80,7 +84,10 @@ def _newest_of_run(path: Path) -> str:
         raise ValueError(
             f"the run of {path} kept no checkpoint; train it with checkpoint.directory=DIRECTORY"
         )
-    newest = newest_checkpoint(directory)
+    saved_in = Path(directory).expanduser()
+    # steps may lie beside the run.toml: its own folder is not asked for a run again
+    is_output = "://" not in directory and saved_in.absolute() == path.parent.absolute()
+    newest = _newest_step(saved_in) if is_output else newest_checkpoint(directory)
     if newest is None:
         raise ValueError(
             f"{directory}, where the run of {path} saves, has no checkpoint; relative paths are of the folder that "

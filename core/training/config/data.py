@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from core.datasets.shards.manifest import SUFFIX
 from core.field_names import tells_names
 from core.parallel_state.config import raise_all
+from core.training.config.messages.huggingface import HUGGINGFACE
 
 # behind the name of a validation text: of the averaged weights
 OF_AVERAGE = ".ema"
 
 
-@tells_names("data")
+@tells_names("data", HUGGINGFACE)
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Which token files. Without `train` the default corpus, the standard library's sources, is prepared.

@@ -199,10 +199,9 @@ def _file_rules(data: DataConfig) -> Rules:
                 source = ShardManifest.read(prefix) if is_list(prefix) else TokenFile(prefix)
                 tokens = source.num_tokens
                 yield (
-                    # one more, for the last label; a validation text may be short, as pairs may
-                    length < tokens
-                    or name != "train"
-                    or getattr(source, "holds_preferences", False),
+                    # one more, for the last label; a validation text may be short, as conversations may: they are
+                    # packed into rows that are filled up
+                    length < tokens or name != "train" or getattr(source, "marks_answers", False),
                     f"sequence_length={length} needs {length + 1} tokens (one more to predict), {name}={prefix} has "
                     f"{tokens}; use at most {tokens - 1}, or more text",
                 )

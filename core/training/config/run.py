@@ -16,6 +16,8 @@ from core.optimizer.schedules.schedule import ENDLESS, LR_SCHEDULES
 from core.parallel_state.config import ParallelConfig, raise_all
 from core.training.config.data import DataConfig
 from core.training.config.fields import Field, fields_of, flatten
+from core.training.config.messages.deepspeed import AS_CALL, is_deepspeeds
+from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.names import unknown
 from core.training.config.parts import (
     CheckpointConfig,
@@ -40,7 +42,7 @@ _OPTIMIZER_DEFAULTS: dict[str, Any] = {
 _DEVICE = re.compile(r"[a-z][a-z0-9_]*(?::(0|[1-9][0-9]{0,2}))?")
 
 
-@tells_names()
+@tells_names("", HUGGINGFACE)
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All settings of a run. `from_dict`, `from_toml` and `load_run` read one, and report all mistakes at once.
@@ -113,6 +115,10 @@ class RunConfig:
             kind = type(nested).__name__
             remedy = "a mapping is needed, as {'optimizer': {'lr': 3e-4}}"
             raise ConfigError((Problem("", f"from_dict was given a {kind}, {remedy}"),))
+        if is_deepspeeds(nested):
+            raise ConfigError(
+                (Problem("", f"this is a configuration of DeepSpeed's; give {AS_CALL}"),)
+            )
         return drafted(*flatten(nested, known_fields())).run()
 
     @classmethod

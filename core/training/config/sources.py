@@ -136,6 +136,8 @@ def merge(
     # last, for all sources may name the checkpoint; but what they say of the model is not overwritten
     of_weights = _settings_of_weights(values_by_name)
     values_by_name |= of_weights
+    of_weights |= (of_text := _tokenizer_of_weights(values_by_name))
+    values_by_name |= of_text
     origin |= dict.fromkeys(of_weights, "checkpoint.weights")
     draft = drafted(values_by_name)
     origin |= draft.derived
@@ -163,6 +165,19 @@ def _settings_of_weights(given: Mapping[str, Any]) -> dict[str, Any]:
         if read_value != field.default:
             settings[name] = read_value
     return settings
+
+
+def _tokenizer_of_weights(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokenizer of `checkpoint.weights`, where the text says none: it is not prepared, or another program's."""
+    url, train = given.get("checkpoint.weights"), given.get("data.train")
+    folder = given.get("model.huggingface")
+    if not isinstance(url, str) or not train or given.get("data.tokenizer") or folder is not None:
+        return {}
+    # here, so that a configuration without weights is read without the code that trains
+    from core.training.model.weights import tokenizer_for
+
+    path = tokenizer_for(url, (train,) if isinstance(train, str) else tuple(train))
+    return {} if path is None else {"data.tokenizer": path}
 
 
 def load_run(

@@ -1,11 +1,15 @@
 """Weights of a checkpoint, of any layout, as the first weights of another run; nothing else of it is read."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from core.datasets import TokenFile, open_blend
+from core.datasets.corpus.cached import is_text, tokenizer_beside
+from core.datasets.shards.manifest import is_list
 from core.dist_checkpointing.planning.ranks import agree, problem_of
 from core.dist_checkpointing.reading.lazy import LazyTensor, lazy_tensors
 from core.dist_checkpointing.reading.loading import Report, load, open_stored
@@ -34,6 +38,28 @@ def model_settings(url: str) -> dict[str, Any]:
         for name, value in settings.items()
         if name.startswith("model.") and value is not None
     }
+
+
+def tokenizer_for(url: str, train: tuple[str, ...]) -> str | None:
+    """The file of the tokenizer that a checkpoint's run had, for text whose first part says none; None: it says one,
+    the tokens were bytes, or the file is not there any more."""
+    try:
+        path = tokenizer_of_run(url).get("path")
+        first = open_blend(train)[0][1]
+        if path is None or not Path(path).is_file() or is_list(first):
+            return None
+        says = not is_text(first) and (TokenFile(first).card or tokenizer_beside(first))
+    except (OSError, ValueError):
+        # the rules of the files and of `checkpoint.weights` tell
+        return None
+    return None if says else str(path)
+
+
+def tokenizer_of_run(url: str) -> dict[str, Any]:
+    """path and identity of the tokenizer that a checkpoint's run had; empty: it does not say. Raises OSError,
+    ValueError: nothing to read."""
+    said: Any = open_stored(url).run.get("tokenizer") or {}
+    return dict(said)
 
 
 def load_weights(

@@ -8,6 +8,7 @@ from core.autograd import GradSync, apply_recompute, offload_activations
 from core.autograd.compiled import check_compiler, compile_layers
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel
+from core.models.huggingface.parameter_names import told_of
 from core.optimizer import OptimizerConfig, ShardedOptimizer, build_optimizer
 from core.optimizer.by_name import is_frozen, patterns_of, unmatched
 from core.parallel_state import ParallelState, layout_of
@@ -57,7 +58,7 @@ def freeze(stages: Mapping[int, nn.Module], optimizer: OptimizerConfig, ps: Para
     all_names: dict[str, None] = {}
     for stage_names in all_gather_objects(list(local), ps.group("pp")):
         all_names |= dict.fromkeys(stage_names)
-    problems = [f"optimizer.{message}" for message in unmatched(optimizer, all_names)]
+    problems = [f"optimizer.{message}" for message in unmatched(optimizer, all_names, told_of)]
     frozen = [name for name in all_names if is_frozen(optimizer, name)]
     if len(frozen) == len(all_names):
         problems.append(

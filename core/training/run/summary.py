@@ -23,7 +23,8 @@ from core.training.log.picture import headline, write_report
 from core.training.log.sinks import open_sinks
 from core.training.model.config import ModelConfig
 from core.training.run.build import count_parameters, count_trained
-from core.training.run.data import Corpus
+from core.training.run.cut_answers import cut_answers
+from core.training.run.data import Corpus, note_on_tokenizer
 from core.transformer.precision import in_8_bits
 
 _WIDEST = 118  # columns of a drawing
@@ -59,6 +60,27 @@ def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None])
         say(f"note: {line}")
     if _keeps_nothing(loaded.run):
         say(f"note: {_NOT_KEPT}")
+    # what is on disk is of interest to the rank that speaks
+    if ps.rank == 0 and (rate := note_on_rate(loaded)):
+        say(f"note: {rate}")
+
+
+def note_on_rate(loaded: Loaded) -> str:
+    """What is said of trained weights that begin at the rate of new ones, which nobody chose; empty: they do not."""
+    run = loaded.run
+    begins = run.model.huggingface or run.checkpoint.weights
+    is_chosen = loaded.origin["optimizer.lr"] != "default" or run.optimizer.optimizer != "adamw"
+    if not begins or is_chosen or run.checkpoint.resumes():
+        return ""
+    usual = "5e-5"
+    if run.training.objective == "dpo":
+        usual = "1e-6"
+    if run.lora.rank is not None:
+        usual = "1e-5" if run.training.objective == "dpo" else "2e-4"
+    return (
+        f"optimizer.lr={run.optimizer.lr:g} is the default, of weights that begin at random; for trained ones "
+        f"{'and adapters ' * (run.lora.rank is not None)}{usual} is usual: --optimizer.lr {usual}"
+    )
 
 
 def _keeps_nothing(run: RunConfig) -> bool:
@@ -169,6 +191,8 @@ def describe(
         for note in (note_on_padding(run.model.huggingface, corpus), note_on_length(run)):
             if note:
                 say(f"note: {note}")
+    if ps.rank == 0 and (note := note_on_tokenizer(run, corpus)):
+        say(f"note: {note}")
     total, local = count_parameters(stages, ps)
     say(f"parameters: {total:,} in all, {local:,} on rank 0 (with padding)")
     if run.lora.rank is not None:
@@ -196,6 +220,8 @@ def describe(
             f"conversations: {train.token_file.num_documents:,} in {train.num_samples:,} rows of "
             f"{train.sequence_length:,} tokens{longer}; the loss is of their answers"
         )
+    for name, lost in cut_answers(corpus, run):
+        say(f"note: {name}: {lost.note}")
     return total
 
 

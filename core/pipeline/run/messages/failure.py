@@ -50,7 +50,8 @@ class FailureBroadcast:
         # the failure is this rank's own: its traceback helps
         if not missing_ranks:
             lines = traceback.format_exception(error)
-            description = "".join(line[:LONGEST] for line in lines) + description
+            # behind the cause, which is what is read first
+            description += "\n" + "".join(line[:LONGEST] for line in lines).rstrip()
 
         timeout = ps.world.timeout.total_seconds()
         board = Board(self.key, ps.rank, ps.world.size, min(timeout, 1 + timeout / 10))
@@ -66,9 +67,7 @@ class FailureBroadcast:
         board.linger(first)
         if isinstance(error, Exception):
             error_type = PipelineValueError if first.wrong else PipelineError
-            raise error_type(
-                f"the step failed. The first failure, its traceback before it:\n{first.text}"
-            ) from error
+            raise error_type(f"the step failed: {first.text}") from error
 
 
 def _clear_frames(error: BaseException) -> None:

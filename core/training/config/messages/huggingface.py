@@ -3,6 +3,8 @@
 Where a field of one name and one meaning stands for them, `elsewhere` says so.
 """
 
+from core.training.config.messages.deepspeed import AS_COMMAND
+
 _SAVING = "give checkpoint.directory and checkpoint.every, in updates"
 _TEMPLATE = (
     "leave it out: the chat template beside the tokenizer is read (model.huggingface, data.tokenizer); "
@@ -19,8 +21,34 @@ _REFERENCE_ONCE = (
     "checkpoint"
 )
 
+_MASKED = (
+    "leave it out: rows of messages, or of prompt and completion, are known by their keys, and the answers alone "
+    "are learned"
+)
+_LOSS = "not here: the loss of a run is next_token or dpo; initialize(..., loss_fn=...) takes another one"
+
 # name -> what to do instead
 _ANSWERS = {
+    # of the Trainer and SFTTrainer themselves
+    "args": "give its values as fields: docs/coming_from.md has a table of their names",
+    "train_dataset": "give data.train=FILE or FOLDER: text, JSON lines, parquet, what save_to_disk wrote, hf://datasets/..",
+    "eval_dataset": "give data.valid=FILE or FOLDER, or data.split",
+    "processing_class": "give data.tokenizer=FOLDER/tokenizer.json, or leave it out beside model.huggingface",
+    "peft_config": "give lora.rank, lora.alpha, lora.modules",
+    "data_collator": "leave it out: conversations are packed into rows; initialize(..., batches=...) takes others",
+    "formatting_func": "give rows of messages, prompt and completion, or text (another key: prepare --text-key)",
+    "compute_metrics": "leave it out: validation is of losses; a loop of your own on initialize(...) computes others",
+    "compute_loss_func": _LOSS,
+    "optimizers": "give optimizer.optimizer, optimizer.lr, optimizer.lr_schedule",
+    "optimizer_cls_and_kwargs": "give optimizer.optimizer, and its fields",
+    "preprocess_logits_for_metrics": "leave it out: validation is of losses",
+    "callbacks": "not here: a loop of your own on initialize(...) does what they do",
+    "shuffle_dataset": "leave it out: rows are drawn in an order of data.seed",
+    "response_template": _MASKED,
+    "instruction_template": _MASKED,
+    "train_on_inputs": _MASKED,
+    "resume_from_checkpoint": "give checkpoint.directory, as for saving: a run goes on from its newest step there; "
+    "checkpoint.load goes on from one step's own directory",
     # LoRA
     "use_peft": "give lora.rank",
     "target_modules": "give lora.modules linear_qkv linear_proj linear_fc1 linear_fc2 (all of them is the default)",
@@ -96,7 +124,7 @@ _ANSWERS = {
     "tf32": "set torch.backends.cuda.matmul.allow_tf32 in a program",
     "torch_empty_cache_steps": "leave it out: memory is not given back between steps",
     # layouts
-    "deepspeed": "give data_parallel.zero_stage, 1 to 3, and data_parallel.offload; the rest: docs/coming_from.md",
+    "deepspeed": f"give data_parallel.zero_stage and data_parallel.offload; of a ds_config, {AS_COMMAND}",
     "fsdp": _SHARDING,
     "fsdp_config": _SHARDING,
     "parallelism_config": _SHARDING,
@@ -134,7 +162,7 @@ _LEAVE_OUT = {
     "rows are read from mapped files": (
         "dataloader_pin_memory dataloader_drop_last dataloader_persistent_workers "
         "dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order "
-        "dataset_kwargs"
+        "dataset_kwargs dataset_batch_size skip_prepare_dataset num_of_sequences chars_per_token"
     ),
     "rows have no other columns": "remove_unused_columns label_names length_column_name",
     "the order of rows follows data.seed": "train_sampling_strategy full_determinism",

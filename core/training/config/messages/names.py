@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from core.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 from core.field_names import ALIKE
 from core.training.config.fields import Field
+from core.training.config.messages.deepspeed import DEEPSPEED
 from core.training.config.messages.huggingface import HUGGINGFACE
 from core.training.config.messages.megatron import MEGATRON
 
@@ -49,6 +50,11 @@ def unknown(name: str, fields_by_name: Mapping[str, Field]) -> str:
     nearest = _nearest(name, section, key, fields_by_name)
     if nearest:
         return f"unknown {name or repr(name)}; did you mean {' or '.join(nearest)}?"
+    first = name.partition(".")[0]
+    keys = {field.key for field in fields_by_name.values()}
+    if section and first not in sections and (first in keys or _remark(first, fields_by_name)):
+        # a group of theirs, of which we have one field: zero_optimization.stage
+        return f"unknown {name}{unknown(first, fields_by_name).removeprefix(f'unknown {first}')}"
     if section in sections:
         return f"unknown {name}; `python -m core.training.config --template` lists the fields of {section}"
     return f"unknown {name or repr(name)}; the parts are {', '.join(sections)}"
@@ -61,7 +67,9 @@ def _remark(name: str, fields_by_name: Mapping[str, Field]) -> str:
         return ""
     # theirs may be the name of a field of ours that means something else: --load
     if not dot or all(field.key != key for field in fields_by_name.values()):
-        return MEGATRON.get(key) or HUGGINGFACE.get(key) or REMARKS.get(key, "")
+        for answers in (MEGATRON, DEEPSPEED, HUGGINGFACE):
+            if key in answers:
+                return answers[key]
     return REMARKS.get(key, "")
 
 

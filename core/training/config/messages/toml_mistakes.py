@@ -1,7 +1,10 @@
 """What is wrong with a file that is no TOML: the field, the line as it stands, and how it is written."""
 
+import json
 import re
 from collections.abc import Sequence
+
+from core.training.config.messages.deepspeed import AS_COMMAND, is_deepspeeds
 
 _PLACE = re.compile(r" \(at (?:line (\d+), column \d+|end of document)\)$")
 _SETTING = re.compile(r"^\s*([\w.\"'-]+)\s*=\s*(.*?)\s*(?:#.*)?$")
@@ -18,7 +21,11 @@ def explained(text: str, error: ValueError) -> str:
     number = int(place[1]) if place and place[1] else len(lines)
     words = _PLACE.sub("", str(error))
     if text.lstrip().startswith("{"):
-        return f"it is JSON; {_AS_TOML}"
+        try:
+            deepspeeds = is_deepspeeds(json.loads(text))
+        except ValueError:
+            deepspeeds = False
+        return f"it is DeepSpeed's; {AS_COMMAND}" if deepspeeds else f"it is JSON; {_AS_TOML}"
     line = lines[number - 1] if number <= len(lines) else ""
     remedy = _of_line(line, words, lines[: number - 1])
     if remedy:

@@ -7,6 +7,7 @@ from typing import Literal
 from core import dist_checkpointing
 from core.field_names import tells_names
 from core.parallel_state.config import raise_all
+from core.training.config.messages.huggingface import HUGGINGFACE
 
 # of a run that continues
 CHANGES = ("data", "batch", "optimizer", "model")
@@ -16,7 +17,7 @@ CHANGES = ("data", "batch", "optimizer", "model")
 METRICS = ("validation.bits_per_byte", "loss")
 
 
-@tells_names("checkpoint")
+@tells_names("checkpoint", HUGGINGFACE)
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the run's state is saved, how much of it is kept, and what a run starts from.

@@ -7,9 +7,10 @@ from typing import Literal
 from core.field_names import tells_names
 from core.optimizer.config import MOST_STEPS
 from core.parallel_state.config import raise_all
+from core.training.config.messages.huggingface import HUGGINGFACE
 
 
-@tells_names("training")
+@tells_names("training", HUGGINGFACE)
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
     """How long, in which batches, and what is logged. Raises ValueError with every rule that is broken."""

@@ -20,7 +20,8 @@ from core.datasets.shards.manifest import is_list
 from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
-from core.training.config import DataConfig, TrainingConfig
+from core.training.config import DataConfig, RunConfig, TrainingConfig
+from core.training.model.weights import tokenizer_of_run
 from core.training.run.data.corpus import Corpus, Part, file_hash
 
 
@@ -78,6 +79,26 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     )
     _refuse_different_texts(corpus, parallel)
     return corpus
+
+
+def note_on_tokenizer(run: RunConfig, corpus: Corpus) -> str:
+    """What is said of a text whose tokens are not those that `checkpoint.weights` was trained on; empty: they are."""
+    url = run.checkpoint.weights
+    if url is None:
+        return ""
+    try:
+        known = tokenizer_of_run(url)
+    except (OSError, ValueError):  # told when the weights are loaded
+        known = {}
+    identity = corpus.tokenizer.identity
+    if known.get("identity", identity) == identity or run.checkpoint.resumes():
+        return ""
+    theirs = known.get("path") or "bytes"
+    ours = corpus.tokenizer_file or "bytes"
+    return (
+        f"checkpoint.weights={url} knows the tokens of {theirs}, this text has those of {ours}: the numbers mean "
+        "other pieces of text; prepare it with that tokenizer, or give that as data.tokenizer"
+    )
 
 
 def _shards_of_list(data: DataConfig) -> LocalShards | None:

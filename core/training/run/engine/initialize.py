@@ -25,7 +25,9 @@ from core.training.preferences.reference import first_batches
 from core.training.resume.batch_plan import PlannedBatches
 from core.training.resume.same_run import refuse_another_run
 from core.training.run.assembly import assemble
-from core.training.run.data import BatchSource, Corpus, open_corpus
+from core.training.run.data import BatchSource, Corpus, note_on_tokenizer, open_corpus
+from core.training.run.engine.text_of_run import reads_text
+from core.training.run.engine.their_arguments import answers_theirs
 from core.training.run.engine.training_model import TrainingModel
 from core.training.run.evaluate import next_token_loss
 from core.training.run.loader import Loader, Scheduler
@@ -33,7 +35,8 @@ from core.transformer.attention.kernels import use_deterministic
 
 
 class Initialized(NamedTuple):
-    """What `initialize` returns; unpack it. loader is None for a model that is no GPT, without `batches`."""
+    """What `initialize` returns; unpack it. loader is None for a model that is no GPT, with neither `batches` nor
+    `data.train`."""
 
     model: TrainingModel
     optimizer: ShardedOptimizer
@@ -41,6 +44,7 @@ class Initialized(NamedTuple):
     loader: Loader | None
 
 
+@answers_theirs
 def initialize(
     model: nn.Module | Mapping[int, nn.Module] | None = None,
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
@@ -54,7 +58,8 @@ def initialize(
         your own is copied from the first data rank to the others, in 16 bits where `config.model` says so, and stays
         the object that you hold.
     config: a `RunConfig`, nested dicts of its fields, or the path of a TOML file.
-    batches: what the loader reads; default: the text that `config.data` names, for a GPT.
+    batches: what the loader reads; default: the text that `config.data` names, for a GPT, or for another module that
+        takes `tokens`, and without `loss_fn` `labels`, to give losses [b, s].
     loss_fn(output, microbatch) -> (sum of losses, number of tokens), for `train_step`.
 
     A run that `config.checkpoint` says goes on has done so: `loader.step` and `optimizer.step_count` say from where;
@@ -67,15 +72,14 @@ def initialize(
     joins_world = not is_initialized()
     world_size = started_processes() if joins_world else world()[1]
     run = _checked_run(_run_config(config), model, world_size)
-    _refuse_two_losses(run, loss_fn)
-    # configuration first: its mistakes are reported before any process group exists
+    has_text = reads_text(run, model, batches, loss_fn)
+    # its mistakes are reported before any process group exists
     device = _join_world(run, joins_world=joins_world)
     ps = _parallel_state(run, model, device)
     if joins_world:
         atexit.register(_leave_groups, ps)
 
-    # the text, the model, data parallelism and the optimizer, the executor, the checkpoints
-    corpus = _open_text(run, model, ps) if batches is None and _is_gpt(model) else None
+    corpus = _open_text(run, model, ps) if has_text else None
     stages = _build_stages(run, model, corpus, ps)
     say = _say_on_first_rank(ps)
     _, optimizer, executor, checkpoints, preferences = assemble(stages, run, corpus, ps, say)
@@ -108,17 +112,11 @@ def _open_text(
 ) -> Corpus:
     """The text of `run.data`. Raises ValueError: it is not that of the checkpoint that the run goes on from."""
     corpus = open_corpus(run.data, run.training, ps)
+    if ps.rank == 0 and (note := note_on_tokenizer(run, corpus)):
+        print(f"note: {note}")
     if model is None:
         refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     return corpus
-
-
-def _refuse_two_losses(run: RunConfig, loss_fn: LossFn) -> None:
-    if run.training.objective == "dpo" and loss_fn is not next_token_loss:
-        raise ValueError(
-            "initialize was given a loss_fn, and training.objective=dpo is another: 2 losses for one run; leave one "
-            "of them out"
-        )
 
 
 def _join_world(run: RunConfig, *, joins_world: bool) -> torch.device:
@@ -182,11 +180,6 @@ def _checked_run(
     unsaid = replace(run, checkpoint=replace(run.checkpoint, weights=None), lora=LoraConfig())
     without = with_token_files(unsaid.check(world_size)).check(world_size)
     return replace(without, checkpoint=run.checkpoint, lora=run.lora)
-
-
-def _is_gpt(model: nn.Module | Mapping[int, nn.Module] | None) -> bool:
-    modules = model.values() if isinstance(model, Mapping) else [model]
-    return model is None or all(isinstance(module, GPTModel) for module in modules)
 
 
 def _parallel_state(

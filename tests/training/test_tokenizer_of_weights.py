@@ -1,0 +1,59 @@
+"""The tokens of a text that a run with `checkpoint.weights` reads: those of the run that trained the weights."""
+
+import shutil
+
+import pytest
+
+from core.datasets import train_tokenizer
+from core.datasets.prepare import main as prepare
+from core.pretrain import main as pretrain
+from core.training.config.sources import merge
+from tests.training.tiny import S, prepared
+
+TINY = ["--model.num-layers=1", "--model.hidden-size=32", "--model.num-attention-heads=4", "--device=cpu"]
+RUN = ["--training.train-steps=1", "--training.global-batch-size=4", f"--data.sequence-length={S}"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def weights(made, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out")
+    flags = [f"--data.train={made.train}", f"--data.tokenizer={made.tokenizer}", f"--training.output={out / 'run'}"]
+    pretrain([*TINY, *RUN, *flags, f"--checkpoint.directory={out / 'steps'}"])
+    return str(out / "steps" / "step-00000001")
+
+
+def merged(weights, train, *more):
+    found = merge([f"--checkpoint.weights={weights}", f"--data.train={train}", *more])
+    return found.draft.run().data.tokenizer, found.origin["data.tokenizer"]
+
+
+def test_text_that_says_no_tokenizer_has_that_of_the_weights(made, weights, tmp_path):
+    """A file of Megatron's has no card; text is not prepared yet. Both were bytes, or learned tokens of their own."""
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(f"{made.train}{suffix}", tmp_path / f"theirs{suffix}")
+    (tmp_path / "text.txt").write_text("some words\n\n" * 50)
+    for train in (tmp_path / "theirs", tmp_path / "text.txt"):
+        assert merged(weights, train) == (str(made.tokenizer), "checkpoint.weights")
+    # what says its own is left alone, as is what the user says
+    assert merged(weights, made.train) == (None, "default")
+    assert merged(weights, tmp_path / "theirs", "--data.tokenizer=mine.json") == ("mine.json", "--data.tokenizer")
+    out = ["--training.output", str(tmp_path / "out"), f"--data.directory={tmp_path}"]
+    pretrain([f"--checkpoint.weights={weights}", "--device=cpu", *RUN, f"--data.train={tmp_path / 'theirs'}", *out])
+
+
+def test_other_tokens_of_the_same_number_are_told(made, weights, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("".join(f"{i} other words, {i * i} of them\n\n" for i in range(200)))
+    train_tokenizer([(tmp_path / "text.txt").read_text()], vocab_size=280).save(tmp_path / "vocabulary.json")
+    words = ["--input", str(tmp_path / "text.txt"), "--documents", "paragraph", "--output", str(tmp_path / "other")]
+    assert prepare([*words, "--tokenizer", str(tmp_path / "vocabulary.json")]) == 0
+    flags = [f"--checkpoint.weights={weights}", "--device=cpu", *RUN, f"--training.output={tmp_path / 'out'}"]
+    capsys.readouterr()
+    pretrain([*flags, f"--data.train={tmp_path / 'other'}"])
+    assert f"note: checkpoint.weights={weights} knows the tokens of {made.tokenizer}" in capsys.readouterr().out
+    pretrain([*flags, f"--data.train={made.train}"])
+    assert "knows the tokens" not in capsys.readouterr().out
