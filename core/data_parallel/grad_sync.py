@@ -6,6 +6,7 @@ Therefore ranks that take different branches still call the same collectives in 
 deadlock.
 """
 
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -86,6 +87,7 @@ class GradientSums:
             slot.sums = self
             slot.round = None if divided else round_of[slot.buffer]
         self._hooked: list[ParameterSlot] = []
+        self._told_of_graph = False
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
         # whether a part of what is to be summed has been summed before
         self.goes_on = False
@@ -151,6 +153,18 @@ class GradientSums:
             hooks.append(slot.parameter.register_post_accumulate_grad_hook(hook))
         return hooks
 
+    def _tell_of_graph(self, slot: ParameterSlot) -> None:
+        """Warn, once, of `backward(create_graph=True)`, as DDP does."""
+        if not self._told_of_graph:
+            self._told_of_graph = True
+            warnings.warn(
+                f"backward(create_graph=True): the gradient of {slot.name} is summed over the replicas without its "
+                "graph, so p.grad has no derivative. Take what is derived again from torch.autograd.grad(loss, "
+                "parameters, create_graph=True), and average what comes of it over "
+                "parallel_state.get_data_parallel_group()",
+                stacklevel=2,
+            )
+
     def gradient_hooked(self, slot: ParameterSlot, parameter: Tensor) -> None:
         """Autograd's hook: the gradient of `parameter` is in `.grad`, or None where operations added it themselves.
 
@@ -170,6 +184,8 @@ class GradientSums:
             if slot.shown:
                 slot.buffer.forget(slot.index)
             if gradient is not None:
+                if gradient.requires_grad:
+                    self._tell_of_graph(slot)
                 self.contribute(slot, gradient)
             slot.shown = not self._has_executor
             if parameter.dtype != slot.gradient.dtype:

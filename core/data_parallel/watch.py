@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from core.data_parallel.agreement import BITS, Agreement, options_of
 from core.data_parallel.buffers.buffers import Buffer
-from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, slot_of
+from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, fetch_all, slot_of
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.refusals import RootHook, refuse_sparse
 from core.parallel_state.collectives.checks import checksum
@@ -52,6 +52,8 @@ class UpdateWatch:
         # those that torch's optimizers have stepped, of gradients that are summed, and the number of those gradients
         self._stepped: set[ParameterSlot] = set()
         self._stepped_of = 0
+        # the optimizer whose step runs, and the gradients' number: what it calls itself has met with it
+        self._outermost: tuple[torch.optim.Optimizer, int] | None = None
         self._hooks: list[Any] = [after_optimizer_steps(self._after_optimizer)]
         if agreement.is_shared:
             # torch's registry must not keep this alive, nor a deep copy have its hooks
@@ -74,7 +76,17 @@ class UpdateWatch:
 
     # torch's optimizers
 
+    def _is_within(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether another optimizer's step calls this one's, on some parameters: torch's ZeroRedundancyOptimizer."""
+        if self._outermost is None:
+            return False
+        outermost, step = self._outermost
+        return optimizer is not outermost and step == self._slots[0].step
+
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_within(optimizer):
+            return
+        self._outermost = None
         self._agreement.in_optimizer = False
         if not self._slots:
             return
@@ -99,7 +111,7 @@ class UpdateWatch:
         Raises ValueError, on every rank, before anything is updated.
         """
         # our optimizers meet with the gradient norm
-        if hasattr(optimizer, "shard"):
+        if hasattr(optimizer, "shard") or self._is_within(optimizer):
             return
         sums = self._slots[0].sums
         slots = []
@@ -140,6 +152,10 @@ class UpdateWatch:
         for buffer in self._buffers:
             if buffer.stage == 3 and any(id(p) in stepped for p in buffer.parameters):
                 buffer.lend(by_all=True)
+        # now, while all are here: some read their own parameters' only, each rank others (distributed Muons)
+        if summed is not None:
+            fetch_all([slot for slot in slots if slot.parameter.grad is slot.gradient])
+        self._outermost = (optimizer, self._slots[0].step)
         self._agreement.in_optimizer = True
 
     def _give_gradients(

@@ -232,8 +232,8 @@ def _print_texts(
             told.append(before + tokenizer.decode(text)[len(tokenizer.decode(prompt)) :])
         if alone:
             # a character whose last bytes never came
-            text = tokenizer.decode(texts[0])
-            print(text[len(shown) :] if text.startswith(shown) else "")
+            whole = tokenizer.decode(texts[0])
+            print(whole[len(shown) :] if whole.startswith(shown) else "")
         else:
             print("\n\n".join(told))
         last = model.max_sequence_length

@@ -1,6 +1,8 @@
 """Habits with optimizers: groups, schedulers, closures, hooks, states."""
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from tests.states import state
-from tests.zoo.habit_side import DECAY, RATE, Net, Side, habits, loss_of, steps
+from tests.zoo.habit_side import DECAY, RATE, READS, Net, Side, habits, loss_of, steps
 
 HABITS, habit = habits()
 
@@ -259,3 +261,87 @@ def dropped(side: Side) -> dict[str, Tensor]:
 @habit("torch.optim.SGD: a backward after step() without zero_grad(), then a step")
 def summed_with_used(side: Side) -> dict[str, Tensor]:
     return late_backward(side, counts=True)
+
+
+@habit(
+    "torch.distributed.optim.ZeroRedundancyOptimizer, as in llm.c: each rank updates its parameters",
+    z3=("told", READS),
+)
+def zero_redundancy(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    wrapped = side.wrap(model)
+    with warnings.catch_warnings():
+        # its package compiles functions by torch.jit
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+    of_all = ZeroRedundancyOptimizer if side.ours else partial(_made_by, torch.optim.AdamW)
+    optimizer = of_all(model.parameters(), optimizer_class=torch.optim.AdamW, lr=RATE)
+    for step in range(3):
+        loss_of(model, side.x(step)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return side.weights(wrapped, model)
+
+
+def _made_by(kind: Any, parameters: Any, optimizer_class: Any, **options: Any) -> Any:
+    return kind(parameters, **options)
+
+
+class SharedMomentum(torch.optim.Optimizer):
+    """Rank i reads the gradients of matrices i, i + world ... alone, and all add up what came of them."""
+
+    def __init__(self, parameters: Any, ranks: range) -> None:
+        super().__init__(parameters, {})
+        self.ranks = ranks
+
+    @torch.no_grad()
+    def step(self) -> None:
+        parameters = self.param_groups[0]["params"]
+        updates = [torch.zeros_like(p) for p in parameters]
+        for place, p in enumerate(parameters):
+            if place % self.ranks.stop == self.ranks.start:
+                kept = self.state[p].setdefault("kept", torch.zeros_like(p))
+                updates[place] += kept.mul_(0.9).add_(p.grad)
+        flat = torch.cat([update.flatten() for update in updates])
+        if self.ranks.stop > 1:
+            dist.all_reduce(flat)
+        for p, update in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+            p.add_(update.view_as(p), alpha=-RATE)
+
+
+@habit("an optimizer of one's own whose ranks read their own matrices' gradients alone (distributed Muon)")
+def shared_momentum(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    wrapped = side.wrap(model)
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    ranks = range(dist.get_rank(), dist.get_world_size()) if side.ours else range(0, 1)
+    # of all parameters, or those that nobody steps would be told
+    optimizer = SharedMomentum(matrices[:-1], ranks)
+    rest = torch.optim.SGD([matrices[-1], *(p for p in model.parameters() if p.dim() == 1)], lr=RATE)
+    for step in range(3):
+        loss_of(model, side.x(step)).backward()
+        optimizer.step()
+        rest.step()
+        model.zero_grad()
+    return side.weights(wrapped, model)
+
+
+@habit(
+    "loss.backward(create_graph=True), with p.grad as it comes",
+    "without its graph, so p.grad has no derivative",
+    "`torch.autograd.grad(..., create_graph=True)`",
+    outcome="told",
+)
+def with_graph(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    optimizer = side.wrap(model)
+    for step in range(3):
+        loss = loss_of(model, side.x(step))
+        with warnings.catch_warnings():
+            # torch's own, of a cycle
+            warnings.filterwarnings("ignore", message="Using backward\\(\\) with create_graph=True")
+            loss.backward(create_graph=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    return side.weights(optimizer, model)
