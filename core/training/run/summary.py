@@ -16,6 +16,7 @@ from core.pipeline.draw.draw import draw_text
 from core.training.config import Loaded, RunConfig
 from core.training.doctor.environment import environment
 from core.training.log.console import terminal_width
+from core.training.log.earlier import RunName, make_room
 from core.training.log.facts import run_facts
 from core.training.log.metrics import MetricsLog, device_name
 from core.training.log.page import Sample, write_page
@@ -46,12 +47,10 @@ def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
     }
 
 
-def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None]) -> None:
-    """Say every setting that differs from its default, and write all of them to `run.toml` of the output."""
-    path = Path(loaded.run.training.output) / "run.toml"
-    if ps.rank == 0:
-        loaded.to_toml(path)
+def configuration(loaded: Loaded, say: Callable[[str], None]) -> None:
+    """Say every setting that differs from its default; `open_log` writes all of them to `run.toml` of the output."""
     lines = loaded.lines()
+    path = Path(loaded.run.training.output) / "run.toml"
     say(f"{len(lines)} settings differ from their defaults (all are in {path}):")
     for line in lines:
         say(f"  {line}")
@@ -66,12 +65,20 @@ def _keeps_nothing(run: RunConfig) -> bool:
     return checkpoint.directory is None and checkpoint.export_huggingface is None
 
 
-def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
-    """Where records go: metrics.jsonl, and TensorBoard or W&B if the run has them; written by rank 0.
+def open_log(
+    loaded: Loaded, start: int, ps: ParallelState, name: RunName, say: Callable[[str], None]
+) -> MetricsLog:
+    """Where records go: metrics.jsonl, and TensorBoard or W&B if the run has them; written by rank 0. And run.toml.
 
-    start: steps that a resumed run does not make again. Raises ImportError, on every rank: a missing extra.
+    start: steps that a resumed run does not make again. Files of another run are moved aside before.
+    Raises ImportError, on every rank: a missing extra.
     """
+    run = loaded.run
     output = Path(run.training.output)
+    # not earlier: a run that is refused moves and replaces nothing
+    if ps.rank == 0:
+        make_room(output, name, start, say)
+        loaded.to_toml(output / "run.toml")
     sinks = open_sinks(
         output,
         tensorboard=run.training.tensorboard,
@@ -81,7 +88,7 @@ def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
         rank=ps.rank,
     )
     directory = output if ps.rank == 0 else None
-    return MetricsLog(directory, start, sinks)
+    return MetricsLog(directory, start, sinks, name.name)
 
 
 def layout_in_words(ps: ParallelState, run: RunConfig) -> str:
