@@ -70,9 +70,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if corpus.validation_texts:
         validation = partial(validate, executor, corpus, ps, optimizer, preferences)
     profiler = StepProfiler(run.training, ps, console.say)
-    # within `checkpoints`: a directory that is in use ends the run before records of another are moved
-    opened = partial(open_log, loaded, start, ps, checkpoints.name, console.say)
-    with console, checkpoints, opened() as log, profiler:
+    with console, checkpoints, open_log(loaded, start, checkpoints, console.say) as log, profiler:
         first = train(
             executor,
             optimizer,

@@ -16,7 +16,7 @@ from core.pipeline.draw.draw import draw_text
 from core.training.config import Loaded, RunConfig
 from core.training.doctor.environment import environment
 from core.training.log.console import terminal_width
-from core.training.log.earlier import RunName, make_room
+from core.training.log.earlier import make_room
 from core.training.log.facts import run_facts
 from core.training.log.metrics import MetricsLog, device_name
 from core.training.log.page import Sample, write_page
@@ -24,6 +24,7 @@ from core.training.log.picture import headline, write_report
 from core.training.log.sinks import open_sinks
 from core.training.model.config import ModelConfig
 from core.training.run.build import count_parameters, count_trained
+from core.training.run.checkpoint import Checkpoints
 from core.training.run.data import Corpus
 from core.transformer.precision import in_8_bits
 
@@ -66,7 +67,7 @@ def _keeps_nothing(run: RunConfig) -> bool:
 
 
 def open_log(
-    loaded: Loaded, start: int, ps: ParallelState, name: RunName, say: Callable[[str], None]
+    loaded: Loaded, start: int, checkpoints: Checkpoints, say: Callable[[str], None]
 ) -> MetricsLog:
     """Where records go: metrics.jsonl, and TensorBoard or W&B if the run has them; written by rank 0. And run.toml.
 
@@ -75,9 +76,10 @@ def open_log(
     """
     run = loaded.run
     output = Path(run.training.output)
-    # not earlier: a run that is refused moves and replaces nothing
-    if ps.rank == 0:
-        make_room(output, name, start, say)
+    rank = checkpoints.ps.rank
+    # not earlier: a run that is refused, or waits for a directory in use, moves and replaces nothing
+    if rank == 0:
+        make_room(output, checkpoints.name, start, say)
         loaded.to_toml(output / "run.toml")
     sinks = open_sinks(
         output,
@@ -85,10 +87,10 @@ def open_log(
         wandb_project=run.training.wandb_project,
         config=run.resolved(),
         start=start,
-        rank=ps.rank,
+        rank=rank,
     )
-    directory = output if ps.rank == 0 else None
-    return MetricsLog(directory, start, sinks, name.name)
+    directory = output if rank == 0 else None
+    return MetricsLog(directory, start, sinks, checkpoints.name.name)
 
 
 def layout_in_words(ps: ParallelState, run: RunConfig) -> str:
