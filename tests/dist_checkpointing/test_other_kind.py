@@ -1,4 +1,4 @@
-"""A checkpoint of torch's AdamW goes on with ShardedAdamW, and back: the next steps are those of the one that saved."""
+"""A checkpoint of torch's AdamW goes on with ShardedAdamW, and back: next steps are those of the one that saved."""
 
 import pytest
 import torch

@@ -133,8 +133,8 @@ def gather_json(value: Any, group: Group | None, device: torch.device | str = "c
         return _gather_json(value, group, device)
     except Unanswered as error:
         raise Unanswered(
-            f"{error}. A checkpoint is saved and loaded by all ranks together, each with its part: call save and load "
-            "on every rank, not inside `if rank == 0:`",
+            f"{error}. A checkpoint is saved and loaded by all ranks together, each with its part: call save and "
+            "load on every rank, not inside `if rank == 0:`",
             error.ranks,
         ) from error
 

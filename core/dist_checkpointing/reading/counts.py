@@ -1,4 +1,4 @@
-"""AdamW of torch's in the place of one of `core.optimizer`, or the other way: moments lie alike, counts of updates do not.
+"""torch's AdamW in the place of one of `core.optimizer`, or the other way: moments lie alike, counts do not.
 
 torch's has a `step` per parameter and its options under `param_groups`; ours one `step_count`, and who is behind it.
 """
@@ -83,8 +83,8 @@ def _steps_of_torch(prefix: str, stored: StoredCheckpoint) -> dict[str, int]:
         different = sorted({int(count) for count in tensor.flatten().tolist()})
         if len(different) > 1:
             raise ValueError(
-                f"{stored.directory.url}: {key}: layers of this stack have made {different} updates of torch's AdamW, "
-                "which an optimizer of core.optimizer cannot take over; go on with torch's"
+                f"{stored.directory.url}: {key}: layers of this stack have made {different} updates of torch's "
+                "AdamW, which an optimizer of core.optimizer cannot take over; go on with torch's"
             )
         counts[key_of(key).removeprefix(prefix)] = different[0]
     return counts

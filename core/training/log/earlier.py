@@ -30,7 +30,7 @@ def new_name() -> str:
 
 
 def make_room(output: Path, run: RunName, start: int, say: Callable[[str], None]) -> None:
-    """Leave in `output` only the records of this run: those of others are moved to `output`/earlier-N, and it is said.
+    """Leave in `output` only the records of this run: others are moved to `output`/earlier-N, and it is said.
 
     A run that goes on (start > 0) is given its own records back, from an earlier folder too. On one rank.
     """

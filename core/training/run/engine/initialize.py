@@ -28,17 +28,17 @@ from core.training.run.assembly import assemble
 from core.training.run.data import BatchSource, Corpus, open_corpus
 from core.training.run.engine.training_model import TrainingModel
 from core.training.run.evaluate import next_token_loss
-from core.training.run.loader import Loader, Scheduler
+from core.training.run.loader import Loader, NoBatches, Scheduler
 from core.transformer.attention.kernels import use_deterministic
 
 
 class Initialized(NamedTuple):
-    """What `initialize` returns; unpack it. loader is None for a model that is no GPT, without `batches`."""
+    """What `initialize` returns; unpack it. loader is false for a model that is no GPT, without `batches`."""
 
     model: TrainingModel
     optimizer: ShardedOptimizer
     scheduler: Scheduler
-    loader: Loader | None
+    loader: Loader
 
 
 def initialize(
@@ -46,7 +46,7 @@ def initialize(
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     batches: BatchSource | None = None,
-    loss_fn: LossFn = next_token_loss,
+    loss_fn: LossFn | None = next_token_loss,
 ) -> Initialized:
     """Model, optimizer, scheduler and data loader of a run, each usable alone, on one process or under torchrun.
 
@@ -84,8 +84,10 @@ def initialize(
     source = batches
     if corpus is not None:
         source = first_batches(corpus, preferences, executor, start, say)
-    loss_fn = preferences.loss if preferences is not None else loss_fn
-    training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
+    loss_of_run = preferences.loss if preferences is not None else loss_fn or _no_loss
+    training_model = TrainingModel(
+        stages, optimizer, executor, checkpoints, loss_of_run, run.training
+    )
     if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
         # as in DeepSpeed: without a microbatch size every `step` updates
         training_model.accumulation = 1
@@ -100,7 +102,10 @@ def initialize(
     if checkpoints.manager is not None:
         atexit.register(checkpoints.manager.close)
     scheduler = training_model.lr_scheduler
-    return Initialized(training_model, optimizer, scheduler, training_model.loader)
+    loader = training_model.loader
+    return Initialized(
+        training_model, optimizer, scheduler, NoBatches() if loader is None else loader
+    )
 
 
 def _open_text(
@@ -113,8 +118,15 @@ def _open_text(
     return corpus
 
 
-def _refuse_two_losses(run: RunConfig, loss_fn: LossFn) -> None:
-    if run.training.objective == "dpo" and loss_fn is not next_token_loss:
+def _no_loss(output: Any, microbatch: Any) -> Any:
+    raise ValueError(
+        "initialize was given loss_fn=None, and this step computes a loss; give loss_fn(output, microbatch) -> (sum "
+        "of losses, number of tokens), or leave it out where the model gives a loss per label [b, s]"
+    )
+
+
+def _refuse_two_losses(run: RunConfig, loss_fn: LossFn | None) -> None:
+    if run.training.objective == "dpo" and loss_fn not in (None, next_token_loss):
         raise ValueError(
             "initialize was given a loss_fn, and training.objective=dpo is another: 2 losses for one run; leave one "
             "of them out"
