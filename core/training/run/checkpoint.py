@@ -22,6 +22,7 @@ from core.training.log.earlier import RunName, new_name
 from core.training.preferences.reference import References
 from core.training.resume.adapters import model_state, refuse_other_adapters
 from core.training.resume.batch_plan import BatchPlan
+from core.training.resume.other_model import refuse_other_model
 from core.training.resume.other_optimizer import (
     begin_states,
     fitted_average,
@@ -175,6 +176,9 @@ class Checkpoints(AbstractContextManager):
         if self._references is not None:
             self._references.refuse_other(url)
         template = self.state(0)
+        # a GPT's facts were compared
+        if self._model is None and self._lora is None:
+            refuse_other_model(template["model"], url, self.ps)
         template["optimizer"], self._average_begins = fitted_average(
             template["optimizer"], url, self.ps
         )

@@ -51,7 +51,7 @@ def next_token_loss(output: Tensor, microbatch: Mapping[str, Tensor]) -> tuple[T
         )
     labels = microbatch["labels"]
     # the sum of logits, or of one mean, would be a loss too
-    if not isinstance(output, Tensor) or output.dim() != labels.dim():
+    if not isinstance(output, Tensor) or not output.dim() or output.numel() > labels.numel():
         given = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
         raise ValueError(
             f"the model gave {given} for labels {list(labels.shape)}, and next_token_loss takes 1 loss per label; "

@@ -250,6 +250,8 @@ def tell(
     # what needs no model: how far the run got is seen against these
     baselines = dict(corpus.baselines)
     facts = run_facts(records, layout_in_words(ps, loaded.run), parameters)
+    # a model of one's own gave the prompt back
+    shown = None if loaded.run.model.build is not None and not sample.written else sample
     written = [output / name for name in ("run.toml", "metrics.jsonl")]
     with _kept(output / "report.png", written, say):
         write_report(
@@ -270,16 +272,23 @@ def tell(
             validations=log.validations,
             baselines=baselines,
             timelines=timelines,
-            sample=sample,
+            sample=shown,
             bytes_per_token=corpus.bytes_per_token,
             title=str(output),
             facts=facts,
         )
     for title, timeline in timelines.items():
         say(f"{headline(title, timeline)}\n{draw_text(timeline, terminal_width(_WIDEST))}\n")
-    say(
-        f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n{sample.written}\n---"
-    )
+    if shown is None:
+        say(
+            f"note: no sample: the model of model.build={loaded.run.model.build} is one's own, and only a GPTModel "
+            "is asked to go on with a text here"
+        )
+    else:
+        say(
+            f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n"
+            f"{sample.written}\n---"
+        )
     _tell_bits(log, baselines, say)
     say("written: " + ", ".join(map(str, written)))
     if _keeps_nothing(loaded.run):
