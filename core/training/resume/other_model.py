@@ -37,8 +37,8 @@ def refuse_other_model(state: Mapping[str, Any], url: str, ps: ParallelState) ->
     words = [text.format(_few(keys)) for text, keys in lists.items() if keys]
     if words:
         raise ValueError(
-            f"{url} is of a model with other weights: {'; '.join(words)}. Build the model that was saved (model.build, "
-            "and the settings that it reads), or begin another run: checkpoint.directory=ANOTHER"
+            f"{url} is of a model with other weights: {'; '.join(words)}. Build the model that was saved "
+            "(model.build, and the settings that it reads), or begin another run: checkpoint.directory=ANOTHER"
         )
 
 

@@ -92,12 +92,7 @@ def initialize(
         # as in DeepSpeed: without a microbatch size every `step` updates
         training_model.accumulation = 1
     if source is not None:
-        source = PlannedBatches(source, lambda: checkpoints.plan)
-        accumulation = training_model.gradient_accumulation_steps()
-        steps = run.training.train_steps
-        training_model.loader = Loader(
-            source, ps, steps, start, lambda: checkpoints.stopped, accumulation
-        )
+        training_model.loader = _loader(source, training_model, start)
     # before the world is left, as the last registered is the first; it keeps no model
     if checkpoints.manager is not None:
         atexit.register(checkpoints.manager.close)
@@ -105,6 +100,18 @@ def initialize(
     loader = training_model.loader
     return Initialized(
         training_model, optimizer, scheduler, NoBatches() if loader is None else loader
+    )
+
+
+def _loader(source: BatchSource, model: TrainingModel, start: int) -> Loader:
+    checkpoints = model.checkpoints
+    return Loader(
+        PlannedBatches(source, lambda: checkpoints.plan),
+        model.parallel,
+        model.training_config.train_steps,
+        start,
+        lambda: checkpoints.stopped,
+        model.gradient_accumulation_steps(),
     )
 
 
