@@ -221,8 +221,8 @@ SPELT_LIKE_ANOTHER_FIELD = {
     "dataset": "did you mean data.train or data.valid?",
     "steps": "did you mean training.train_steps?",
     "out_dir": "give checkpoint.directory for checkpoints, training.output for records and reports",
-    "init_from": "leave it out: a run goes on from its own checkpoint.directory; checkpoint.load names one of another "
-    "run, model.huggingface weights to begin with",
+    "init_from": "leave it out: a run goes on from its own checkpoint.directory; checkpoint.load names one of "
+    "another run, model.huggingface weights to begin with",
     "wandb_log": "did you mean training.wandb_project?",
     "zero": "did you mean data_parallel.zero_stage?",
     "bias": "give model.add_bias_linear for those of linears; peft's: leave it out, adapters alone are trained",
