@@ -88,6 +88,9 @@ ELSEWHERE = {
     "epsilon": "optimizer.adam_eps",
     "scheduler": "optimizer.lr_schedule",
     "max_iters": "training.train_steps",
+    "steps": "training.train_steps",
+    "zero": "data_parallel.zero_stage",
+    "wandb_log": "training.wandb_project",
     "log_every": "training.log_interval",
     "eval_every": "training.eval_interval",
     "save_every": "checkpoint.every",
@@ -160,6 +163,9 @@ _TORCHRUN = "torchrun says it, and data ranks are those that parallel leaves"
 
 # names that no single field stands for: what to do instead
 REMARKS = {
+    "out_dir": "give checkpoint.directory for checkpoints, training.output for records and reports",
+    "init_from": "leave it out: a run goes on from its own checkpoint.directory; checkpoint.load names one of "
+    "another run, model.huggingface weights to begin with",
     "precision": _DTYPE,
     "mixed_precision": _DTYPE,
     "accumulate_grad_batches": _ACCUMULATED,
@@ -214,6 +220,9 @@ REMARKS = {
 # what a TransformerConfig does not say: who takes it, or in which words
 OF_A_MODEL = {
     "vocab_size": "GPTModel takes it",
+    "block_size": "GPTModel takes it, as max_sequence_length",
+    "dropout": "give hidden_dropout and attention_dropout",
+    "bias": "give add_bias_linear",
     "max_sequence_length": "GPTModel takes it",
     "max_position_embeddings": "GPTModel takes it, as max_sequence_length",
     "tie_word_embeddings": "GPTModel takes it, as share_embeddings_and_output_weights",

@@ -48,7 +48,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     s = run.data.sequence_length
     tokens_per_step = run.training.global_batch_size * run.training.rows_per_sample * s
     console = Console(ps.rank, run.training.train_steps, tokens_per_step=tokens_per_step)
-    configuration(loaded, ps, console.say)
+    configuration(loaded, console.say)
     corpus = open_corpus(run.data, run.training, ps)
     refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     stages = begin(run, corpus.tokenizer.vocab_size, ps, console.say, may_be_on_meta=True)
@@ -70,7 +70,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     if corpus.validation_texts:
         validation = partial(validate, executor, corpus, ps, optimizer, preferences)
     profiler = StepProfiler(run.training, ps, console.say)
-    with console, checkpoints, open_log(run, start, ps) as log, profiler:
+    with console, checkpoints, open_log(loaded, start, checkpoints, console.say) as log, profiler:
         first = train(
             executor,
             optimizer,

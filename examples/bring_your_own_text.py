@@ -65,7 +65,6 @@ def main(told: argparse.Namespace) -> list[float]:
             "optimizer": {"lr": 3e-3, "lr_schedule": "cosine", "lr_warmup_fraction": 0.05},
         }
     )
-    assert loader is not None
     losses = []
     for batch in loader:
         losses.append(float(model.train_step(batch).loss))

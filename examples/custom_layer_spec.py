@@ -44,7 +44,6 @@ def losses_of(run: RunConfig, ps: parallel_state.ParallelState, *, swapped: bool
         run.model.transformer(), spec, run.data.vocab_size, run.data.sequence_length, parallel=ps
     )
     trained, *_, loader = initialize(model, run)
-    assert loader is not None
     return [float(trained.train_step(batch).loss) for batch in loader]
 
 

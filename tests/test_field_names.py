@@ -36,6 +36,11 @@ MISTAKES = {
         {"num_layers": 2, "hiden_size": 8, "num_attention_heads": 2},
         "TransformerConfig has no hiden_size (did you mean hidden_size?)",
     ),
+    "of nanoGPT": (
+        TransformerConfig,
+        SIZES | {"dropout": 0.0, "bias": False},
+        "no dropout (give hidden_dropout and attention_dropout), no bias (give add_bias_linear)",
+    ),
     "of the model": (TransformerConfig, SIZES | {"vocab_size": 9}, "has no vocab_size (GPTModel takes it)"),
     "a style": (
         llama_config,

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from core.autograd.linear import make_compilable
 from core.autograd.proxy import LinearProxy
@@ -14,7 +15,8 @@ OLDEST_TORCH = (2, 12)
 
 
 class CompiledForward(LinearProxy):
-    """Runs a module's forward as compiled code in training mode, and as it is in eval mode.
+    """Runs a module's forward as compiled code in training mode, and as it is in eval mode or inside of a
+    `TorchDispatchMode` (a counter of FLOPs or bytes), in which torch compiles nothing.
 
     Only the forward is compiled, not the call: hooks (ZeRO-3 gathers in one) and regions stay around the graph.
 
@@ -38,7 +40,7 @@ class CompiledForward(LinearProxy):
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The compiled forward. Raises ValueError: it is not one graph, and has to be."""
         # validation, generation: other shapes with every token
-        if not self.module.training:
+        if not self.module.training or is_in_torch_dispatch_mode(include_infra_modes=False):
             return self.call_replaced(*args, **kwargs)
         try:
             return self._compiled(*self._arguments, *args, **kwargs)

@@ -198,6 +198,24 @@ class Groups:
         self._rates_set = [group["lr"] for group in self.all]
         self._decays = [group["weight_decay"] for group in self.all]
 
+    def take_rates(self, rates: Mapping[str, Mapping[str, float]]) -> None:
+        """Rates that a scheduler of torch's had set for parameters of torch's optimizer; our own schedule wins.
+
+        Raises ValueError: several of one group.
+        """
+        if self._follows_schedule:
+            return
+        for number, group in enumerate(self.all):
+            names = [name for name, of in self.number_of.items() if of == number and name in rates]
+            if any(rates[name] != rates[names[0]] for name in names):
+                raise ValueError(
+                    f"parameters of param_groups[{number}], such as {names[0]}, were saved with different rates by "
+                    "an optimizer of torch's; give groups= when this one is made, as they were"
+                )
+            if names:
+                group.update(rates[names[0]])
+        self._rates_set = [group["lr"] for group in self.all]
+
 
 def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
     """A param group's of torch.optim.AdamW."""

@@ -185,4 +185,6 @@ class SavedStates(Averages, TorchFace):
             self._groups.load(counts["groups"], step=self.rate_step)
         else:
             self._groups.follow(self.rate_step)
+        # of a checkpoint by torch's AdamW
+        self._groups.take_rates(counts.get("rates", {}))
         self._step.fill_(self.step_count - skipped_steps)

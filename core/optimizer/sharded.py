@@ -71,6 +71,11 @@ class ShardedOptimizer(SavedStates):
         offload: Offload | None = None,
         groups: GroupOptions = (),
     ) -> None:
+        if not isinstance(config, OptimizerConfig):
+            raise ValueError(
+                f"{type(self).__name__} takes an OptimizerConfig, not a {type(config).__name__}; write "
+                f"{type(self).__name__}(shard, OptimizerConfig(lr=1e-3)), or OptimizerConfig(**options)"
+            )
         self.shard = shard
         self.ps = shard.ps
         self.config = config

@@ -106,5 +106,8 @@ def check_layout(
     config: TransformerConfig, parallel: ParallelConfig, spec: "TransformerLayerSpec | None" = None
 ) -> None:
     """Raise one ValueError with everything in `config`, and in the parts of `spec`, that does not fit `parallel`."""
+    if callable(spec):
+        name = getattr(spec, "__name__", "the spec")
+        raise ValueError(f"the layer spec is the function {name}; call it: {name}()")
     of_parts = part_rules(spec, parallel) if spec is not None else ()
     raise_all("model and parallel layout", [*layout_rules(config, parallel), *of_parts])

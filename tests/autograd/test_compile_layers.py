@@ -18,7 +18,9 @@ from core.models.gpt import GPTModel, gpt_stages
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule import schedules as named
+from core.testing import live_bytes
 from core.training import next_token_loss
+from core.training.log.memory import MemoryReport
 from tests.models.gpt import POSITIONS, VOCAB, config
 from tests.parity import pipelines
 from tests.parity.shards import whole_gradients
@@ -180,6 +182,50 @@ def test_a_foreign_layer_that_is_no_graph_is_named():
     compile_layers(model.train(), backend="aot_eager", may_break=True)
     torch.testing.assert_close(model(x), expected)
     handle.remove()
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x + self.linear(x).tanh()
+
+
+def test_layers_of_a_graph_run_as_they_are_inside_of_a_dispatch_mode():
+    """A counter of bytes or FLOPs; torch compiles nothing there, and refuses a forward that has to be one graph."""
+    model, x = Stack(Plain), torch.randn(2, 4)
+    expected = model(x)
+    counting = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    handle = compile_layers(model, backend=counting)
+    with live_bytes() as probe:
+        assert torch.equal(model(x), expected)
+    assert probe.peak > 0 and counting.frame_count == 0
+    torch.testing.assert_close(model(x), expected)
+    assert counting.frame_count
+    handle.remove()
+    torch._dynamo.reset()
+
+
+def test_a_run_of_compiled_layers_does_not_look_into_its_first_step(single):
+    """`core.pretrain --model.build X --training.compile layer`: its memory report stopped the first step."""
+    model, said = Stack(Plain), []
+    shard = DataParallel(model, single)
+    counting = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    handle = compile_layers(model, backend=counting)
+    executor = SingleStage(model, ps=single, num_microbatches=1, grad_sync=shard)
+    report = MemoryReport({0: model}, single, say=said.append)
+    report.watch(executor, compiled=True)
+    executor.step({"x": torch.randn(2, 4)}, lambda output, batch: (output.square().sum(), torch.tensor(2)))
+    assert counting.frame_count, "compiled in the first step"
+    assert report.usages["first step"][0].activations is None
+    cells = [cell.strip() for cell in said[-1].split("|")]
+    assert cells[0] == "first step" and cells[4] == "-"
+    handle.remove()
+    torch._dynamo.reset()
 
 
 def test_a_model_without_layers_and_a_machine_without_a_compiler(monkeypatch):

@@ -10,6 +10,7 @@ from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.format.grid import cell_of, cells
 from core.dist_checkpointing.planning.exchange import gather_json, owned_cells
 from core.dist_checkpointing.planning.plan import plan_writes
+from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.flat import slices, whole
 from tests.dist_checkpointing.meshes import SMALL, Mesh, random_arrays, small_cells
 from tests.states import state
@@ -169,3 +170,15 @@ def test_json_of_every_rank(ranks):
     values = [{"ä": [1, None, 2.5]}, "", list(range(1000))]
     assert ranks(gather, world=3, values=values) == [values] * 3
     assert gather_json({"a": (1, 2)}, None) == [{"a": [1, 2]}]
+
+
+def test_a_rank_that_saves_or_loads_alone_is_told_that_all_ranks_do(monkeypatch):
+    """`if rank == 0: save(...)`: the exchange that it waits in, as its transport ends the wait."""
+
+    def in_vain(x, group):
+        raise Unanswered("rank 0 waited in vain for rank 1 at an exchange of parts", (1,))
+
+    monkeypatch.setattr("core.dist_checkpointing.planning.exchange.all_gather", in_vain)
+    with pytest.raises(Unanswered, match=r"in vain .*call save and load on every rank, not inside `if rank") as told:
+        gather_json({"x": 1}, SimpleNamespace(gloo=("cpu",)))
+    assert told.value.ranks == (1,)

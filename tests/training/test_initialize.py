@@ -200,7 +200,10 @@ def test_any_module_with_its_own_batches_and_loss():
     model, _, _, loader = initialize(net, config, batches=Squares(), loss_fn=squared_error)
     losses = [float(model.train_step(batch).loss) for batch in loader]
     assert model.module is net and losses[-1] < 1e-2 * losses[0]
-    assert initialize(nn.Linear(4, 1), config).loader is None
+    loader = initialize(nn.Linear(4, 1), config).loader
+    assert not loader
+    with pytest.raises(ValueError, match=r"0 batches, so its loader has none; .*batches=\.\.\."):
+        list(loader)
 
 
 def test_a_model_of_ones_own_is_checked_against_the_text(corpus):
@@ -313,3 +316,15 @@ def test_a_model_that_is_dropped_is_freed(corpus, tmp_path, saves):
     del model, optimizer, loader, _
     gc.collect()
     assert reference() is None
+
+
+def test_a_module_without_a_loss_is_told(corpus):
+    """`loss_fn` forgotten, or None: logits and means are no losses of labels, and their sum would be one silently."""
+    config = {"training": {"train_steps": 3, "global_batch_size": 8}, "device": "cpu"}
+    batch = {"input": torch.randn(8, 4), "labels": torch.zeros(8, dtype=torch.long)}
+    model, *_ = initialize(nn.Linear(4, 3), config)
+    with pytest.raises(ValueError, match=r"gave \[2, 3\] for labels \[2\].*takes 1 loss per label.*give a loss_fn"):
+        model.train_step(batch)
+    model, *_ = initialize(nn.Linear(4, 3), config, loss_fn=None)
+    with pytest.raises(ValueError, match=r"given loss_fn=None, and this step computes a loss; give loss_fn\(output"):
+        model.train_step(batch)

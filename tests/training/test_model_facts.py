@@ -9,6 +9,7 @@ import torch
 
 from core.models.gpt import PRESETS, GPTModel, gpt2_config, llama_config
 from core.parallel_state import ParallelState
+from core.pretrain import main as pretrain_main
 from core.training import ModelConfig, RunConfig, initialize
 from core.training.config.__main__ import main
 from core.training.config.sources import load_run
@@ -238,6 +239,11 @@ class Bigram(nn.Module):
 def bigram(run, vocab_size, parallel):
     return Bigram(vocab_size, run.model.transformer().hidden_size)
 
+def unbiased(run, vocab_size, parallel):
+    model = bigram(run, vocab_size, parallel)
+    model.out = nn.Linear(model.out.in_features, vocab_size, bias=False)
+    return model
+
 def nothing(run, vocab_size, parallel):
     return "nothing"
 
@@ -298,6 +304,32 @@ def test_a_model_of_ones_own_in_a_run(ranks, made, own):
         assert losses == pytest.approx(alone, abs=2e-5)
 
 
+def test_a_model_of_ones_own_that_has_changed_is_no_other_optimizer(made, own, tmp_path):
+    fields = fields_of(made, model__build="own_parts:bigram", checkpoint__directory=str(tmp_path / "kept"))
+    steps = {"training.train_steps": 2}
+    trained(fields | steps, own)
+    more = {"training.train_steps": 3}
+    told = (
+        r"of a model with other weights: of another shape are .*out\.weight \(\[280, 32\] there, \[280, 64\] here\)"
+    )
+    with pytest.raises(ValueError, match=rf"{told}.*Build the model that was saved \(model\.build"):
+        trained(fields | more | {"model.hidden_size": 64}, own)
+    with pytest.raises(ValueError, match=r"with other weights: only there are .*out\.bias[^;]*\. Build the model"):
+        trained(fields | more | {"model.build": "own_parts:unbiased"}, own)
+    assert len(trained(fields | more, own)) == 1, "the same one goes on"
+
+
+def test_a_model_of_ones_own_writes_no_sample_and_says_so(made, own, tmp_path, monkeypatch, capsys):
+    fields = fields_of(made, model__build="own_parts:bigram") | {"training.train_steps": 1}
+    fields["training.output"] = str(tmp_path / "out")
+    RunConfig.from_dict(fields).to_toml(tmp_path / "run.toml")
+    monkeypatch.setattr(sys, "argv", ["pretrain"])
+    pretrain_main([f"--config={tmp_path / 'run.toml'}"])
+    said = capsys.readouterr().out
+    assert "note: no sample: the model of model.build=own_parts:bigram is one's own" in said
+    assert "--- and the model goes on" not in said
+
+
 def test_a_schedule_of_ones_own_in_a_run(ranks, made, own):
     alone = trained(fields_of(made), own)
     fields = fields_of(made, pipeline__schedule="own_parts:all_forward_first", parallel__pipeline=2)
@@ -306,7 +338,10 @@ def test_a_schedule_of_ones_own_in_a_run(ranks, made, own):
 
 
 WRONG_FUNCTIONS = {
-    "model.build": ("own_parts:trigram", "own_parts has no function trigram; it has Bigram, bigram, nothing"),
+    "model.build": (
+        "own_parts:trigram",
+        "own_parts has no function trigram; it has Bigram, bigram, unbiased, nothing",
+    ),
     "pipeline.schedule": ("own_parts:bigram", "schedule=own_parts:bigram over pipeline=2 ranks: "),
     "model.build ": ("nowhere_at_all:f", "module nowhere_at_all cannot be imported from"),
     "pipeline.schedule ": ("nowhere_at_all:f", "module nowhere_at_all cannot be imported from"),

@@ -153,7 +153,7 @@ MISFITS = {
     "style": ("gpt2", {}, "mlp.linear_fc1.bias is there, and nothing here takes it"),
     "untied": ("llama", {"model__tie_embeddings": False}, "output_layer.weight is not there"),
     "load beside it": ("llama", {"checkpoint__load": "x"}, "load=x goes on with a run and weights="),
-    "no checkpoint": (None, {}, "checkpoint.weights=nowhere is no checkpoint: it has no manifest.json"),
+    "no checkpoint": (None, {}, "checkpoint.weights=nowhere is no checkpoint: there is no such folder"),
 }
 
 

@@ -352,12 +352,13 @@ class Sums(Follower):
             self._owner.tell(message, remedy)
         if message := self._divisors.told_of(gathered[:, 3:5]):
             self._owner.tell(message, BATCH_REMEDY)
+        tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2
         if self._judges_totals:
-            if message := told_of_totals(gathered[:, 2], group.size):
+            # of sums in single precision
+            if message := told_of_totals(gathered[:, 2], group.size, max(tolerance, 1e-4)):
                 self._owner.tell(message)
         elif message := told_of_counts(gathered[:, 2], group.size):
             self._owner.tell(message, COUNT_REMEDY)
-        tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2
         if message := told_of_sums(gathered[:, :2], group.ranks, tolerance):
             self._owner.tell(message)
 

@@ -82,8 +82,8 @@ def summed_rows(name: str, args: tuple, kwargs: dict[str, Any]) -> float:
     return float((target != kwargs.get("ignore_index", -100)).sum())
 
 
-def told_of_totals(weights: Tensor, size: int) -> str:
-    """What is said of the rows' weights on `size` context ranks; "" if nothing.
+def told_of_totals(weights: Tensor, size: int, tolerance: float) -> str:
+    """What is said of the rows' weights on `size` context ranks; "" if nothing. tolerance: of the weights' dtype.
 
     A mean's weigh 1 on each rank, or 1 / n where gradients of n microbatches are added: DataParallel averages.
     """
@@ -91,7 +91,7 @@ def told_of_totals(weights: Tensor, size: int) -> str:
     if weight == 0 or not weights.isfinite().all():
         return ""
     microbatches = round(1 / weight)
-    is_mean = abs(microbatches * weight - 1) < 1e-2
+    is_mean = abs(microbatches * weight - 1) < tolerance
     if is_mean and (microbatches == 1 or microbatches % size):
         return ""
     return (

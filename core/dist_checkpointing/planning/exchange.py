@@ -12,6 +12,7 @@ from torch import Tensor
 from core.dist_checkpointing.format.arrays import STORED_DTYPES, ArrayInfo, Arrays, Index
 from core.dist_checkpointing.planning.plan import Transfer, WritePlan, transfer_bytes
 from core.parallel_state.collectives import Group, all_gather, all_to_all
+from core.parallel_state.collectives.failure import Unanswered
 from core.parallel_state.collectives.staged import to_host
 from core.parallel_state.environment import reading_waits
 from core.parallel_state.flat import Box, extent, intersect, relative, slices, volume
@@ -124,9 +125,21 @@ def gather_json(value: Any, group: Group | None, device: torch.device | str = "c
     """Collective: one JSON value of every rank, in rank order, as it reads back.
 
     device: of the group's messages, where gloo does not carry those of the host.
+    Raises Unanswered: a rank did not come, as in a save by one rank alone.
     """
     if group is None:
         return [json.loads(json.dumps(value))]
+    try:
+        return _gather_json(value, group, device)
+    except Unanswered as error:
+        raise Unanswered(
+            f"{error}. A checkpoint is saved and loaded by all ranks together, each with its part: call save and "
+            "load on every rank, not inside `if rank == 0:`",
+            error.ranks,
+        ) from error
+
+
+def _gather_json(value: Any, group: Group, device: torch.device | str) -> list[Any]:
     # from host to host: nothing waits for what a device was asked for
     if "cpu" in group.gloo:
         device = "cpu"

@@ -21,15 +21,19 @@ from core.dist_checkpointing.planning.ranks import (
     default_state,
     problem_of,
 )
-from core.dist_checkpointing.publish.manifest import TAGGED
+from core.dist_checkpointing.reading.counts import (
+    TorchCounts,
+    counts_of_torch,
+    optimizers_in_words,
+)
 from core.dist_checkpointing.reading.optimizer_loading import OptimizerLoads
 from core.dist_checkpointing.reading.read import Target, read, torch_dtype
 from core.dist_checkpointing.reading.read_once import read_once
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
+from core.dist_checkpointing.reading.values import decoded
 from core.dist_checkpointing.state.assembly import MissingArray, assemble, paths
 from core.dist_checkpointing.state.catalog import LocalState, flatten
 from core.dist_checkpointing.state.derive import stored_source
-from core.dist_checkpointing.state.leaves import decode
 from core.dist_checkpointing.state.mapping import ShardedObject, ShardedTensor
 from core.dist_checkpointing.state.names import KeyMapping, Renames, Source
 from core.dist_checkpointing.state.nested import map_leaves
@@ -64,6 +68,10 @@ class Report:
 
     def remedy(self) -> str:
         """What else may be done; where names end alike, the line that reads one under its other name."""
+        for group in sorted({_group(key) for key in self.missing if "/" in key}):
+            words = optimizers_in_words(group, self.missing, self.unexpected)
+            if words is not None:
+                return words
         remedy = "build the model that was saved, load a part of it, or give strict='report'"
         if not (self.missing and self.unexpected):
             return remedy
@@ -122,7 +130,7 @@ def load(
     local = this_load.local
 
     # compare: all ranks see the same report
-    report = _compare(local, stored, ps, key_mapping)
+    report = _compare(this_load, ps, key_mapping)
     if report and strict is True:
         raise ValueError(f"{checkpoint_dir} does not fit this model:\n{report}\n{report.remedy()}")
 
@@ -161,12 +169,16 @@ def _open_on_all(
 
 @dataclass(frozen=True)
 class _OpenedLoad:
-    """A load before anything is read. values: key -> decoded value, of the objects that the checkpoint has."""
+    """A load before tensors are read. values: key -> decoded value, of the objects that the checkpoint has.
+
+    counts: of an optimizer of ours whose states are torch's AdamW's there; they are in `values` too.
+    """
 
     stored: StoredCheckpoint
     optimizers: OptimizerLoads
     local: LocalState
     values: Mapping[str, Any]
+    counts: TorchCounts
 
     @classmethod
     def begin(
@@ -182,9 +194,10 @@ class _OpenedLoad:
         for key in local.objects:
             stored_key = key_mapping.value_key(key)
             if stored_key in stored.objects:
-                values[key] = _decoded(stored, stored_key)
+                values[key] = decoded(stored, stored_key)
         optimizers.check(values)
-        return cls(stored, optimizers, local, values)
+        counts = counts_of_torch(local.objects if key_mapping.same else (), stored)
+        return cls(stored, optimizers, local, values | counts.values, counts)
 
 
 def _shares_reads(stored: StoredCheckpoint, ps: ParallelState, requested: bool | None) -> bool:
@@ -230,26 +243,14 @@ def _writable(leaf: Any) -> Any:
     return leaf
 
 
-def _decoded(stored: StoredCheckpoint, key: str) -> Any:
-    """A value of the checkpoint. Raises ValueError: of a type that is not registered in this program."""
-    value = stored.objects[key]
-    try:
-        if stored.format >= TAGGED:
-            return decode(value)
-        return value
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{stored.directory.url}: {key}: {error}") from error
-
-
-def _compare(
-    local: LocalState, stored: StoredCheckpoint, ps: ParallelState, key_mapping: KeyMapping
-) -> Report:
+def _compare(this_load: _OpenedLoad, ps: ParallelState, key_mapping: KeyMapping) -> Report:
     """Collective: where the states of all ranks and the checkpoint do not fit."""
+    local = this_load.local
+    stored = this_load.stored
     # key here -> the keys of the checkpoint that it is read from
     stored_keys = {key: [key_mapping.value_key(key)] for key in local.objects}
-    missing = [
-        key for key, (stored_key,) in stored_keys.items() if stored_key not in stored.objects
-    ]
+    missing = [key for key in local.objects if key not in this_load.values]
+    stored_keys |= this_load.counts.sources
     mismatched: dict[str, str] = {}
     for key, info in local.arrays().items():
         source = key_mapping.source_of_array(key)
@@ -338,7 +339,7 @@ def _loaded_leaf(path: tuple[str, ...], leaf: Any, values: Mapping[str, Any]) ->
 def load_common_state_dict(checkpoint_dir: str | Path) -> dict[str, Any]:
     """key -> value of everything that is no array; every rank by itself."""
     stored = open_stored(checkpoint_dir, sizes=False)
-    return {key: _decoded(stored, key) for key in stored.objects}
+    return {key: decoded(stored, key) for key in stored.objects}
 
 
 def load_tensors_metadata(

@@ -7,6 +7,13 @@ import torch
 from torch import Tensor
 
 from core.dist_checkpointing.format.keys import key_of
+from core.dist_checkpointing.reading.counts import (
+    COUNT,
+    MOMENTS,
+    SKIPPED,
+    OurCounts,
+    counts_of_ours,
+)
 from core.dist_checkpointing.reading.read import torch_dtype
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.state.assembly import Assembly, MissingArray, assemble, paths
@@ -46,12 +53,21 @@ class OptimizerLoad:
         self._stored = stored
         self._key_mapping = key_mapping
         self._parameters = list(parameters(path, optimizer, state))
+        # of ours, whose moments torch's AdamW takes over
+        self._counts: OurCounts | None = None
+        if key_mapping.same and isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+            self._counts = counts_of_ours(path, stored)
         self._kinds = self._possible_kinds()
         # parameter -> kind -> the memory that is filled, or the object whose value is set
         self._states: dict[Tensor, dict[str, Tensor | ShardedObject]] = {}
         self.template: dict[str, Any] = {}
+        if self._counts is not None:
+            self._kinds = [kind for kind in self._kinds if kind in MOMENTS]
+            for name in (COUNT, SKIPPED):
+                self.template[name] = ShardedObject(f"{path}/{name}", None)
         for parameter in self._parameters:
-            self.template[f"{GROUPS}/{parameter.name}"] = self._object(GROUPS, parameter)
+            if self._counts is None:
+                self.template[f"{GROUPS}/{parameter.name}"] = self._object(GROUPS, parameter)
             if self._fits(parameter):
                 self._add_states(parameter)
 
@@ -132,6 +148,15 @@ class OptimizerLoad:
         on_device = kind != "step" or options.get("capturable") or options.get("fused")
         return torch.zeros(shape, dtype=dtype, device=tensor.device if on_device else "cpu")
 
+    def _step_of(self, parameter: Parameter) -> Tensor:
+        """torch's count of a parameter's updates, from those of an optimizer of ours."""
+        assert self._counts is not None
+        group = parameter.group
+        on_device = group.get("capturable") or group.get("fused")
+        device = parameter.tensor.device if on_device else "cpu"
+        count = self._counts.updates - self._counts.behind.get(parameter.name, 0)
+        return torch.tensor(float(count), device=device)
+
     def check(self, values: Mapping[str, Any]) -> None:
         """Raises ValueError: options that are not those of the groups here."""
         # group -> name and options of its first parameter
@@ -171,6 +196,10 @@ class OptimizerLoad:
             if loaded:
                 optimizer_state[tensor] = loaded
         for parameter in self._parameters:
+            if self._counts is not None:
+                set_options(parameter.group, self._counts.rates)
+                if optimizer_state.get(parameter.tensor):
+                    optimizer_state[parameter.tensor]["step"] = self._step_of(parameter)
             set_options(parameter.group, values.get(self._object(GROUPS, parameter).key, {}))
         return self._optimizer
 

@@ -61,6 +61,10 @@ def check_values(
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     """Raise ValueError unless `tokens` are integers [b, s] of the vocabulary."""
+    if not isinstance(tokens, Tensor):
+        raise ValueError(
+            f"tokens must be a tensor [b, s], got a {type(tokens).__name__}; give torch.as_tensor(tokens)"
+        )
     if tokens.dtype not in (torch.int64, torch.int32):
         got = f"{tokens.dtype} {tuple(tokens.shape)}"
         if tokens.is_floating_point() and tokens.dim() == 3:

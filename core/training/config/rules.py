@@ -96,7 +96,7 @@ def _folder_rules(
         return
     if checkpoint.weights is None:
         yield from folder.weight_rules(model, data.sequence_length)
-    elif "://" not in checkpoint.weights and model.build is None:
+    elif (Path(checkpoint.weights) / "manifest.json").is_file() and model.build is None:
         # here, so that a run without them is read without the code that trains
         from core.training.model.weights import weights_rules
 
@@ -266,9 +266,10 @@ def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
     load = checkpoint.load
     for name, url in (("load", load), ("weights", checkpoint.weights)):
         if url is not None and "://" not in url:
+            found = "it has no manifest.json" if Path(url).exists() else "there is no such folder"
             yield (
                 (Path(url) / "manifest.json").is_file(),
-                f"checkpoint.{name}={url} is no checkpoint: it has no manifest.json; give a step's own directory, as "
+                f"checkpoint.{name}={url} is no checkpoint: {found}; give a step's own directory, as "
                 "runs/checkpoints/step-00001000",
             )
     # the run's own directory

@@ -1,5 +1,6 @@
 """The console: plain lines, and under them a progress bar when the output is a terminal."""
 
+import errno
 import os
 import shutil
 import sys
@@ -44,7 +45,10 @@ def errors_as_one_line() -> Iterator[None]:
         if rank:
             let_the_first_rank_end()
         speaker = f"rank {rank}: " if rank else ""
-        say_mistake(f"error: {speaker}{error}")
+        limit = ""
+        if getattr(error, "errno", None) == errno.EFBIG:
+            limit = "; the limit on the size of files (ulimit -f) is below that of a file of this run: raise it"
+        say_mistake(f"error: {speaker}{error}{limit}")
         raise SystemExit(1) from None
     except Exception as error:
         show_crash(error)

@@ -1,6 +1,7 @@
 """Bytes that each rank holds at fixed points of a run, next to what the formulas predict: one line per point."""
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -36,13 +37,14 @@ PLACEHOLDER_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Bytes on one rank. host: offloaded states. allocated, reserved: peaks that the accelerator counts."""
+    """Bytes on one rank. host: offloaded states. activations: None where they cannot be seen (compiled layers).
+    allocated, reserved: peaks that the accelerator counts."""
 
     parameters: int = 0
     gradients: int = 0
     optimizer: int = 0
     host: int = 0
-    activations: int = 0
+    activations: int | None = 0
     buffers: int = 0
     allocated: int = 0
     reserved: int = 0
@@ -98,7 +100,7 @@ class MemoryReport:
                 gradients += flat_buffer.memory["gradients"]
         return {"parameters": weights, "gradients": gradients, "buffers": buffers}
 
-    def local_usage(self, activations: int = 0) -> Usage:
+    def local_usage(self, activations: int | None = 0) -> Usage:
         """This rank's bytes at this moment; nothing is communicated."""
         # storages: one that two kinds share belongs to the first
         counted: set[int] = set()
@@ -165,12 +167,14 @@ class MemoryReport:
 
     # --- the first step ---
 
-    def watch(self, executor: Any) -> None:
+    def watch(self, executor: Any, *, compiled: bool = False) -> None:
         """Follow the activations of the next `executor.step` and print two lines after it; later steps cost nothing.
 
         "first forward": the activations when the first microbatch has gone through the first stage of this rank.
         "first step": the most that forward and backward held at once beside weights, gradients and states; of
         accelerators without what backward made, which runs in another thread.
+        compiled: layers run as compiled code, whose tensors no dispatch mode sees; torch compiles nothing inside of
+        one. Their activations are told as "-".
         """
         step = executor.step
 
@@ -179,22 +183,22 @@ class MemoryReport:
             after_forward: list[Usage] = []
             batch = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             # what exists already is no activation
-            probe = LiveBytes(*self._counted_tensors(), *batch)
+            probe = None if compiled else LiveBytes(*self._counted_tensors(), *batch)
 
             def forward_done(module: nn.Module, inputs: Any, output: Any) -> None:
                 if not after_forward and torch.is_grad_enabled():
-                    after_forward.append(self.local_usage(probe.live))
+                    after_forward.append(self.local_usage(probe.live if probe else None))
 
             modules = modules_of(self.stages).values()
             hooks = [module.register_forward_hook(forward_done) for module in modules]
             try:
-                with probe:
+                with probe or nullcontext():
                     result = step(*args, **kwargs)
             finally:
                 for hook in hooks:
                     hook.remove()
             self._report("first forward", after_forward[0] if after_forward else self.local_usage())
-            self._report("first step", self.local_usage(probe.peak))
+            self._report("first step", self.local_usage(probe.peak if probe else None))
             return result
 
         executor.step = watched
@@ -260,6 +264,8 @@ def _short(mib: float) -> str:
 def _range_in_mib(usages: list[Usage], name: str) -> str:
     """`smallest-largest` in MiB, one number if both look alike."""
     values = [asdict(usage)[name] for usage in usages]
+    if None in values:
+        return "-"
     if not any(values):
         return "0"
     low = _short(min(values) / 2**20)

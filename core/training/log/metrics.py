@@ -279,12 +279,17 @@ class MetricsLog:
 
     start: steps that a resumed run does not make again; their records stay, later ones are dropped.
     sinks: receive each new record too; `close()`, or leaving `with`, closes them.
-    records: of steps; validations: of the texts that are validated on.
+    run: name of the run, in each row. records: of steps; validations: of the texts that are validated on.
     """
 
     def __init__(
-        self, directory: str | Path | None, start: int = 0, sinks: Sequence[Sink] = ()
+        self,
+        directory: str | Path | None,
+        start: int = 0,
+        sinks: Sequence[Sink] = (),
+        run: str | None = None,
     ) -> None:
+        self._of_run = {} if run is None else {"run": run}
         self.records: list[StepRecord] = []
         self.validations: list[ValidationRecord] = []
         self._sinks = tuple(sinks)
@@ -301,7 +306,7 @@ class MetricsLog:
                 ]
             rows: list[StepRecord | ValidationRecord] = [*self.records, *self.validations]
             rows.sort(key=lambda record: record.step)
-            self._path.write_text("".join(json_line(record.to_json()) for record in rows))
+            self._path.write_text("".join(map(self._line, rows)))
 
     def add(self, record: StepRecord) -> None:
         """Remember a step, and append its line at once, so that a killed run still has it."""
@@ -316,11 +321,14 @@ class MetricsLog:
         self._write(record)
         return record
 
+    def _line(self, record: StepRecord | ValidationRecord) -> str:
+        return json_line(record.to_json() | self._of_run)
+
     def _write(self, record: StepRecord | ValidationRecord) -> None:
         if self._path is not None:
             try:
                 with self._path.open("a") as file:
-                    file.write(json_line(record.to_json()))
+                    file.write(self._line(record))
             except OSError as error:
                 # a full disk of the log must not cost the training, whose checkpoints may lie on another
                 warnings.warn(

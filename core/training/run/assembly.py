@@ -56,7 +56,7 @@ def assemble(
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
     if memory is not None:
-        memory.watch(executor)
+        memory.watch(executor, compiled=run.training.compile != "none")
     # batches of a program's own have no order that a checkpoint could compare
     order = corpus.order if corpus is not None else None
     facts = facts_of_run(stages, corpus, run)

@@ -18,9 +18,11 @@ from core.parallel_state import ParallelState
 from core.parallel_state.modules import modules_of
 from core.pipeline.run.ranges import named
 from core.training.config import CheckpointConfig, DataConfig, TrainingConfig
+from core.training.log.earlier import RunName, new_name
 from core.training.preferences.reference import References
 from core.training.resume.adapters import model_state, refuse_other_adapters
 from core.training.resume.batch_plan import BatchPlan
+from core.training.resume.other_model import refuse_other_model
 from core.training.resume.other_optimizer import (
     begin_states,
     fitted_average,
@@ -45,6 +47,7 @@ class Checkpoints(AbstractContextManager):
     `resume()` before the loop, `after_step` as its hook, the context around it. SIGTERM and Ctrl-C then end the run
     after the step under way (on an accelerator one later: `StopFlag`), with a checkpoint, on all ranks at the same
     step; `stopped` is True from then on.
+    name: tells the records of this run from those of others; after `resume` that of the run that is gone on with.
     order: what else the order of the data and its vocabulary depend on; a checkpoint with another one is refused.
     began_as: where the first weights are from, for every manifest; a resumed run keeps what its checkpoint says.
     run: what else every manifest says of the run (`facts_of_run`). references: what its preferences are relative to.
@@ -85,6 +88,8 @@ class Checkpoints(AbstractContextManager):
             self._export = None
         else:
             self._export = ExportAtEnd(folder, run or {}, ps, say)
+        # told to all ranks: each writes a share of a save
+        self.name = RunName(from_first(new_name, ps))
         self.manager: CheckpointManager | None = None
         if config.directory is not None:
             self.manager = CheckpointManager(
@@ -97,7 +102,9 @@ class Checkpoints(AbstractContextManager):
                 keep_best_mode=config.keep_best_mode,
                 stale_s=config.stale_seconds,
                 share_reads=config.share_reads,
-                run=({"began_as": dict(began_as)} if began_as else {}) | dict(run or {}),
+                run=({"began_as": dict(began_as)} if began_as else {})
+                | dict(run or {})
+                | {"name": self.name.name},
                 ps=ps,
             )
 
@@ -169,6 +176,9 @@ class Checkpoints(AbstractContextManager):
         if self._references is not None:
             self._references.refuse_other(url)
         template = self.state(0)
+        # a GPT's facts were compared
+        if self._model is None and self._lora is None:
+            refuse_other_model(template["model"], url, self.ps)
         template["optimizer"], self._average_begins = fitted_average(
             template["optimizer"], url, self.ps
         )
@@ -209,6 +219,7 @@ class Checkpoints(AbstractContextManager):
         # adapters alone keep what this run noted: it has read the weights beside them from there
         if self.manager is not None and (self._lora is None or self._lora["save_base"]):
             self.manager.note({"began_as": stored_run.get("began_as", {})})
+        self._take_name(stored_run.get("name"))
         # only told: a checkpoint opens under any layout
         saved_layout = _describe_layout(stored_run.get("layout", {}))
         layout = _describe_layout(layout_of_ranks(self.ps))
@@ -220,6 +231,15 @@ class Checkpoints(AbstractContextManager):
         if changed := changes_of_rate(stored_run.get("settings", {}), self._settings):
             self.say(f"the learning rate is laid out anew: {', '.join(changed)}")
         return step
+
+    def _take_name(self, before: Any) -> None:
+        """The name of the run that is gone on with; one out of another directory goes on as a run of its own."""
+        load = (self.config.load or "").rstrip("/").rpartition("/")[0]
+        branches = self.config.load is not None and load != str(self.config.directory).rstrip("/")
+        is_new = branches or before is None
+        self.name = RunName(self.name.name if is_new else str(before), before, branches)
+        if self.manager is not None:
+            self.manager.note({"name": self.name.name})
 
     def _start_row(self, url: str, saved: Mapping[str, Any]) -> int:
         """The row that the next batch begins with. Raises ValueError: another order of the data, unsaid."""

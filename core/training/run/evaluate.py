@@ -43,13 +43,22 @@ class StepExecutor(Protocol):
 def next_token_loss(output: Tensor, microbatch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """(sum of the per-token losses [b, s] that the model gave, number of tokens that count).
 
-    Raises ValueError: a batch without labels.
+    Raises ValueError: a batch without labels, an output that is no loss per label.
     """
     if "labels" not in microbatch:
         raise ValueError(
             f"the batch has {', '.join(microbatch)}, next_token_loss needs 1 more entry: labels [b, s]"
         )
-    return output.sum(), (microbatch["labels"] != IGNORED_LABEL).sum()
+    labels = microbatch["labels"]
+    # the sum of logits, or of one mean, would be a loss too
+    if not isinstance(output, Tensor) or not output.dim() or output.numel() > labels.numel():
+        given = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        raise ValueError(
+            f"the model gave {given} for labels {list(labels.shape)}, and next_token_loss takes 1 loss per label; "
+            "return F.cross_entropy(logits.transpose(1, 2), labels, reduction='none'), or give a loss_fn(output, "
+            "microbatch) -> (sum of losses, number of tokens)"
+        )
+    return output.sum(), (labels != IGNORED_LABEL).sum()
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,25 @@ def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str,
     return move
 
 
+class NoBatches(Loader):
+    """In the place of a loader where nothing is read: false, and told where somebody iterates."""
+
+    def __init__(self) -> None:
+        """Reads nothing."""
+
+    def __bool__(self) -> bool:
+        return False
+
+    def _refuse(self, *_: Any) -> Any:
+        raise ValueError(
+            "initialize was given a model of your own and 0 batches, so its loader has none; iterate over your own "
+            "data, or write initialize(model, config, batches=...) with an object that has batch(step, rank=0, "
+            "size=1) -> this rank's rows of global batch number `step`"
+        )
+
+    __iter__ = __next__ = __len__ = microbatches = _refuse
+
+
 def local_batches(ps: ParallelState) -> Callable[[Mapping[str, Tensor]], dict[str, Tensor]]:
     """A function that cuts this context rank's rows out of a batch of whole sequences, and moves them."""
     move = moved_to(ps.device)

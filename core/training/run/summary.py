@@ -16,6 +16,7 @@ from core.pipeline.draw.draw import draw_text
 from core.training.config import Loaded, RunConfig
 from core.training.doctor.environment import environment
 from core.training.log.console import terminal_width
+from core.training.log.earlier import make_room
 from core.training.log.facts import run_facts
 from core.training.log.metrics import MetricsLog, device_name
 from core.training.log.page import Sample, write_page
@@ -23,6 +24,7 @@ from core.training.log.picture import headline, write_report
 from core.training.log.sinks import open_sinks
 from core.training.model.config import ModelConfig
 from core.training.run.build import count_parameters, count_trained
+from core.training.run.checkpoint import Checkpoints
 from core.training.run.cut_answers import cut_answers
 from core.training.run.data import Corpus, note_on_tokenizer
 from core.transformer.precision import in_8_bits
@@ -47,12 +49,10 @@ def last_step(executor: SingleStage | Pipeline) -> dict[str, Timeline]:
     }
 
 
-def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None]) -> None:
-    """Say every setting that differs from its default, and write all of them to `run.toml` of the output."""
-    path = Path(loaded.run.training.output) / "run.toml"
-    if ps.rank == 0:
-        loaded.to_toml(path)
+def configuration(loaded: Loaded, say: Callable[[str], None]) -> None:
+    """Say every setting that differs from its default; `open_log` writes all of them to `run.toml` of the output."""
     lines = loaded.lines()
+    path = Path(loaded.run.training.output) / "run.toml"
     say(f"{len(lines)} settings differ from their defaults (all are in {path}):")
     for line in lines:
         say(f"  {line}")
@@ -60,8 +60,7 @@ def configuration(loaded: Loaded, ps: ParallelState, say: Callable[[str], None])
         say(f"note: {line}")
     if _keeps_nothing(loaded.run):
         say(f"note: {_NOT_KEPT}")
-    # what is on disk is of interest to the rank that speaks
-    if ps.rank == 0 and (rate := note_on_rate(loaded)):
+    if rate := note_on_rate(loaded):
         say(f"note: {rate}")
 
 
@@ -88,22 +87,31 @@ def _keeps_nothing(run: RunConfig) -> bool:
     return checkpoint.directory is None and checkpoint.export_huggingface is None
 
 
-def open_log(run: RunConfig, start: int, ps: ParallelState) -> MetricsLog:
-    """Where records go: metrics.jsonl, and TensorBoard or W&B if the run has them; written by rank 0.
+def open_log(
+    loaded: Loaded, start: int, checkpoints: Checkpoints, say: Callable[[str], None]
+) -> MetricsLog:
+    """Where records go: metrics.jsonl, and TensorBoard or W&B if the run has them; written by rank 0. And run.toml.
 
-    start: steps that a resumed run does not make again. Raises ImportError, on every rank: a missing extra.
+    start: steps that a resumed run does not make again. Files of another run are moved aside before.
+    Raises ImportError, on every rank: a missing extra.
     """
+    run = loaded.run
     output = Path(run.training.output)
+    rank = checkpoints.ps.rank
+    # not earlier: a run that is refused, or waits for a directory in use, moves and replaces nothing
+    if rank == 0:
+        make_room(output, checkpoints.name, start, say)
+        loaded.to_toml(output / "run.toml")
     sinks = open_sinks(
         output,
         tensorboard=run.training.tensorboard,
         wandb_project=run.training.wandb_project,
         config=run.resolved(),
         start=start,
-        rank=ps.rank,
+        rank=rank,
     )
-    directory = output if ps.rank == 0 else None
-    return MetricsLog(directory, start, sinks)
+    directory = output if rank == 0 else None
+    return MetricsLog(directory, start, sinks, checkpoints.name.name)
 
 
 def layout_in_words(ps: ParallelState, run: RunConfig) -> str:
@@ -267,6 +275,8 @@ def tell(
     # what needs no model: how far the run got is seen against these
     baselines = dict(corpus.baselines)
     facts = run_facts(records, layout_in_words(ps, loaded.run), parameters)
+    # a model of one's own gave the prompt back
+    shown = None if loaded.run.model.build is not None and not sample.written else sample
     written = [output / name for name in ("run.toml", "metrics.jsonl")]
     with _kept(output / "report.png", written, say):
         write_report(
@@ -287,16 +297,23 @@ def tell(
             validations=log.validations,
             baselines=baselines,
             timelines=timelines,
-            sample=sample,
+            sample=shown,
             bytes_per_token=corpus.bytes_per_token,
             title=str(output),
             facts=facts,
         )
     for title, timeline in timelines.items():
         say(f"{headline(title, timeline)}\n{draw_text(timeline, terminal_width(_WIDEST))}\n")
-    say(
-        f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n{sample.written}\n---"
-    )
+    if shown is None:
+        say(
+            f"note: no sample: the model of model.build={loaded.run.model.build} is one's own, and only a GPTModel "
+            "is asked to go on with a text here"
+        )
+    else:
+        say(
+            f"--- a sample: the text begins ---\n{sample.prompt}\n--- and the model goes on ---\n"
+            f"{sample.written}\n---"
+        )
     _tell_bits(log, baselines, say)
     say("written: " + ", ".join(map(str, written)))
     if _keeps_nothing(loaded.run):

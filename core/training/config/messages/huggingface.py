@@ -54,7 +54,7 @@ _ANSWERS = {
     "target_modules": "give lora.modules linear_qkv linear_proj linear_fc1 linear_fc2 (all of them is the default)",
     "lora_target_modules": "give lora.modules linear_qkv linear_proj linear_fc1 linear_fc2 (all of them is the "
     "default)",
-    "bias": "leave it out: adapters alone are trained",
+    "bias": "give model.add_bias_linear for those of linears; peft's: leave it out, adapters alone are trained",
     "task_type": "leave it out: every model predicts the next token",
     "modules_to_save": "not here: adapters alone are trained; leave lora.rank out to train all",
     "init_lora_weights": "leave it out: A is drawn and B is 0",

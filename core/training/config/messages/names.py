@@ -57,6 +57,8 @@ def unknown(name: str, fields_by_name: Mapping[str, Field]) -> str:
         return f"unknown {name}{unknown(first, fields_by_name).removeprefix(f'unknown {first}')}"
     if section in sections:
         return f"unknown {name}; `python -m core.training.config --template` lists the fields of {section}"
+    if close := get_close_matches(section, sections, n=1, cutoff=ALIKE):
+        return f"unknown {name}; did you mean the part {close[0]}?"
     return f"unknown {name or repr(name)}; the parts are {', '.join(sections)}"
 
 

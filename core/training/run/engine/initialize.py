@@ -30,18 +30,18 @@ from core.training.run.engine.text_of_run import reads_text
 from core.training.run.engine.their_arguments import answers_theirs
 from core.training.run.engine.training_model import TrainingModel
 from core.training.run.evaluate import next_token_loss
-from core.training.run.loader import Loader, Scheduler
+from core.training.run.loader import Loader, NoBatches, Scheduler
 from core.transformer.attention.kernels import use_deterministic
 
 
 class Initialized(NamedTuple):
-    """What `initialize` returns; unpack it. loader is None for a model that is no GPT, with neither `batches` nor
+    """What `initialize` returns; unpack it. loader is false for a model that is no GPT, with neither `batches` nor
     `data.train`."""
 
     model: TrainingModel
     optimizer: ShardedOptimizer
     scheduler: Scheduler
-    loader: Loader | None
+    loader: Loader
 
 
 @answers_theirs
@@ -50,7 +50,7 @@ def initialize(
     config: RunConfig | Mapping[str, Any] | str | Path | None = None,
     *,
     batches: BatchSource | None = None,
-    loss_fn: LossFn = next_token_loss,
+    loss_fn: LossFn | None = next_token_loss,
 ) -> Initialized:
     """Model, optimizer, scheduler and data loader of a run, each usable alone, on one process or under torchrun.
 
@@ -88,23 +88,35 @@ def initialize(
     source = batches
     if corpus is not None:
         source = first_batches(corpus, preferences, executor, start, say)
-    loss_fn = preferences.loss if preferences is not None else loss_fn
-    training_model = TrainingModel(stages, optimizer, executor, checkpoints, loss_fn, run.training)
+    loss_of_run = preferences.loss if preferences is not None else loss_fn or _no_loss
+    training_model = TrainingModel(
+        stages, optimizer, executor, checkpoints, loss_of_run, run.training
+    )
     if isinstance(config, Mapping) and "micro_batch_size" not in config.get("training", {}):
         # as in DeepSpeed: without a microbatch size every `step` updates
         training_model.accumulation = 1
     if source is not None:
-        source = PlannedBatches(source, lambda: checkpoints.plan)
-        accumulation = training_model.gradient_accumulation_steps()
-        steps = run.training.train_steps
-        training_model.loader = Loader(
-            source, ps, steps, start, lambda: checkpoints.stopped, accumulation
-        )
+        training_model.loader = _loader(source, training_model, start)
     # before the world is left, as the last registered is the first; it keeps no model
     if checkpoints.manager is not None:
         atexit.register(checkpoints.manager.close)
     scheduler = training_model.lr_scheduler
-    return Initialized(training_model, optimizer, scheduler, training_model.loader)
+    loader = training_model.loader
+    return Initialized(
+        training_model, optimizer, scheduler, NoBatches() if loader is None else loader
+    )
+
+
+def _loader(source: BatchSource, model: TrainingModel, start: int) -> Loader:
+    checkpoints = model.checkpoints
+    return Loader(
+        PlannedBatches(source, lambda: checkpoints.plan),
+        model.parallel,
+        model.training_config.train_steps,
+        start,
+        lambda: checkpoints.stopped,
+        model.gradient_accumulation_steps(),
+    )
 
 
 def _open_text(
@@ -117,6 +129,13 @@ def _open_text(
     if model is None:
         refuse_another_run(run, corpus.tokenizer.vocab_size, corpus.order, ps)
     return corpus
+
+
+def _no_loss(output: Any, microbatch: Any) -> Any:
+    raise ValueError(
+        "initialize was given loss_fn=None, and this step computes a loss; give loss_fn(output, microbatch) -> (sum "
+        "of losses, number of tokens), or leave it out where the model gives a loss per label [b, s]"
+    )
 
 
 def _join_world(run: RunConfig, *, joins_world: bool) -> torch.device:

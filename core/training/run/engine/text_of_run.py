@@ -16,13 +16,13 @@ def reads_text(
     run: RunConfig,
     model: nn.Module | Mapping[int, nn.Module] | None,
     batches: Any,
-    loss_fn: LossFn,
+    loss_fn: LossFn | None,
 ) -> bool:
     """The same on every rank.
 
     Raises ValueError: `data.train` is set beside a module that cannot take its batches; two losses for one run.
     """
-    if run.training.objective == "dpo" and loss_fn is not next_token_loss:
+    if run.training.objective == "dpo" and loss_fn not in (None, next_token_loss):
         raise ValueError(
             "initialize was given a loss_fn, and training.objective=dpo is another: 2 losses for one run; leave one "
             "of them out"
@@ -41,7 +41,7 @@ def reads_text(
     return True
 
 
-def _refuse_other_inputs(module: nn.Module, loss_fn: LossFn) -> None:
+def _refuse_other_inputs(module: nn.Module, loss_fn: LossFn | None) -> None:
     taken = forward_arguments(module)
     name = type(module).__name__
     needed = ["tokens", *["labels"] * (loss_fn is next_token_loss)]

@@ -1,0 +1,41 @@
+"""What a first program gives by mistake in the place of a tensor, a spec, a configuration or a checkpoint."""
+
+import errno
+import re
+
+import numpy as np
+import pytest
+
+from core.data_parallel import DataParallel
+from core.models.gpt import GPTModel, gpt2_config, gpt2_spec
+from core.optimizer import ShardedAdamW
+from core.training.config.sources import checked, load_run
+from core.training.log.console import errors_as_one_line
+
+SIZES = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
+
+
+def test_a_spec_that_is_not_called_numpy_tokens_and_options_in_a_dict(single):
+    config = gpt2_config(**SIZES)
+    with pytest.raises(ValueError, match=r"the layer spec is the function gpt2_spec; call it: gpt2_spec\(\)"):
+        GPTModel(config, gpt2_spec, 50, 8, parallel=single)
+    model = GPTModel(config, gpt2_spec(), 50, 8, parallel=single)
+    with pytest.raises(ValueError, match=r"got a ndarray; give torch\.as_tensor\(tokens\)"):
+        model(np.zeros((1, 8), dtype=np.int64))
+    shard = DataParallel(model, single)
+    with pytest.raises(ValueError, match=r"takes an OptimizerConfig, not a dict; write ShardedAdamW\(shard, Optim"):
+        ShardedAdamW(shard, {"lr": 1e-3})
+
+
+def test_weights_that_are_not_there_are_one_mistake(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["pretrain"])
+    with pytest.raises((ValueError, SystemExit)) as told:
+        checked(load_run(["--checkpoint.weights", str(tmp_path / "nosuch")]), 1)
+    said = f"{told.value} {capsys.readouterr()}"
+    assert len(re.findall("is no checkpoint", said)) == 1 and "there is no such folder" in said
+
+
+def test_a_limit_on_the_size_of_files_is_named(capsys):
+    with pytest.raises(SystemExit), errors_as_one_line():
+        raise OSError(errno.EFBIG, "File too large")
+    assert "(ulimit -f) is below that of a file of this run: raise it" in "".join(capsys.readouterr())
