@@ -12,7 +12,7 @@ from tests.models.gpt import VOCAB, gpt
 from tests.parity.whole import whole_parameters
 from tests.states import state
 from tests.zoo.case import Case, Family, compared
-from tests.zoo.context_losses import LAYOUTS, LR, STEPS, S, batch, by, cut
+from tests.zoo.context_losses import LAYOUTS, LR, STEPS, S, batch, by, by_number, cut
 
 
 def summed_over_ranks(program, n):
@@ -159,7 +159,68 @@ def focal(losses, rows):
     return ((1 - (-losses.detach()).exp()) ** 2 * losses).sum(), losses.numel()
 
 
+def masked_by_chance(program, cuts):
+    """Other tokens in the place of some, as BERT's."""
+    draw = torch.Generator().manual_seed(program.step)
+    tokens = program.rows["tokens"]
+    kept = (
+        cut(program, torch.rand(2, S, generator=draw) > 0.3)
+        if cuts
+        else torch.rand(tokens.shape, generator=draw) > 0.3
+    )
+    return program.model(torch.where(kept, tokens, 0), program.rows["position_ids"], labels=program.labels).mean()
+
+
+def by_gradient(change, register=lambda layer, hook: layer.register_full_backward_hook(hook)):
+    """The gradient that goes into a layer's backward, or comes of it, is another."""
+
+    def loss_of(program):
+        handle = register(program.model.decoder.layers[1], lambda module, into, of: (change(into[0]), *into[1:]))
+        loss = program.losses().mean()
+        return _Then(loss, handle.remove)
+
+    return loss_of
+
+
+class _Then:
+    """A loss, and what is done after its backward."""
+
+    def __init__(self, loss, after):
+        self.loss, self.after = loss, after
+
+    def backward(self):
+        self.loss.backward()
+        self.after()
+
+
+def clipped(gradient):
+    return gradient * min(1.0, 0.01 / gradient.norm().item())
+
+
+def adversarial(norm):
+    """FreeLB's step: embeddings, and a little of their gradient."""
+
+    def loss_of(program):
+        kept = []
+        hook = program.model.embedding.register_forward_hook(lambda module, args, out: kept.append(out))
+        (gradient,) = torch.autograd.grad(program.losses().mean(), kept[0])
+        hook.remove()
+        step = 0.3 * gradient / norm(gradient)
+        hook = program.model.embedding.register_forward_hook(lambda module, args, out: out + step.detach())
+        loss = program.losses().mean()
+        hook.remove()
+        return loss
+
+    return loss_of
+
+
 CASES = [
+    told(
+        "tokens masked by chance after `context_batch`, with one seed",
+        lambda p: masked_by_chance(p, False),
+        "drawn with one seed, all draw alike",
+    ),
+    Case("the same mask, drawn for whole sequences and cut", by(lambda p: masked_by_chance(p, True))),
     told("weights `mask / mask.sum(1, keepdim=True)`, sequences weigh alike", per_sequence),
     Case("the same, `mask.sum(1)` summed over the context ranks", by(per_sequence_of_all)),
     told("`losses.backward(mask / mask.sum())`", backward_with(lambda p: p.mask / p.mask.sum())),
@@ -196,11 +257,17 @@ CASES = [
         "executors: weights `mask / mask.sum(1, keepdim=True)`",
         lambda x, rows: ((x * (m := rows["loss_mask"]) / m.sum(1, keepdim=True)).sum(), len(x)),
     ),
+    by_number("`register_full_backward_hook` that clips by `g.norm()`", by_gradient(clipped)),
+    Case("the same hook, `0.5 * g`", by(by_gradient(lambda g: 0.5 * g))),
+    by_number(
+        "an adversarial step, `g / g.norm()` of `torch.autograd.grad(loss, h)` (FreeLB)", adversarial(torch.norm)
+    ),
+    Case("the same by token, `g / g.norm(dim=-1)`", by(adversarial(lambda g: g.norm(dim=-1, keepdim=True)))),
 ]
 
 FAMILY = Family(
-    "Batches over context ranks",
-    "What is made of a batch's tokens, labels and masks over two context ranks, compared with one process.",
+    "Batches and gradients over context ranks",
+    "What is made of tokens, labels and masks, and of gradients of rows, on two context ranks, as on one.",
     CASES,
     tuple(LAYOUTS),
 )

@@ -161,6 +161,14 @@ def whitened(x):
     return (x - x.mean()) / x.std()
 
 
+def adapted(program):
+    """A multiplier that follows the loss (adaptive KL, dual ascent)."""
+    losses = program.losses()
+    penalty = 0.1 * (losses - 3.7).square()
+    found = float(penalty.detach().mean())
+    return (losses + (0.1 + found) * penalty).mean()
+
+
 def last_norm(model):
     return model.decoder.final_layernorm
 
@@ -299,6 +307,13 @@ CASES = [
         "told",
         "is compared",
         "`all_reduce` of `loss.detach()` before",
+    ),
+    Case(
+        "a multiplier made of `float(penalty.mean())`",
+        by(adapted),
+        "told",
+        "Python numbers that differ between context ranks",
+        "`all_reduce` before",
     ),
     Case("the same by all ranks' mean", by(lambda p: guarded(p, mean_of_ranks))),
     Case(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from core.context_parallel.rows.factors import RowFactors
 from core.context_parallel.rows.reads import READS
 from core.context_parallel.rows.selections import selected
 from core.parallel_state.by_hand import split_axes
@@ -59,6 +60,8 @@ class BatchRows(Follower):
         super().__init__()
         self._owner = owner
         self._ahead = 0
+        # plain tensors by which rows are multiplied or chosen, since the batch was cut
+        self.factors = RowFactors(torch.device("cpu"))
         # counts that the program has read, as Python numbers
         self.read_numbers: set[float] = set()
 
@@ -67,6 +70,8 @@ class BatchRows(Follower):
         self._ahead += 1
         if self._ahead > _AHEAD:
             return
+        if self._ahead == 1:
+            self.factors = RowFactors(next(iter(batch.values())).device)
         for x in batch.values():
             if type(x) is Tensor and x.dim() == 2 and not x.requires_grad:
                 self.mark(x, (*split_axes.plain(x.shape[:1]), ((x.shape[1], True),)))
@@ -132,6 +137,7 @@ class BatchRows(Follower):
         result: Any,
     ) -> None:
         x = inputs[0]
+        self.factors.note(name, inputs, args, kwargs)
         # `weights[labels]`
         if name in ("one_hot", "embedding") or (name in _TABLES and type(args[0]) is Tensor):
             self._look_up(x, result)

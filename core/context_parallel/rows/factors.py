@@ -16,6 +16,9 @@ from core.parallel_state.collectives.checks import fingerprint
 # of one backward: how many are compared, each by three numbers
 MAX_FACTORS = 4
 _NUMBERS = 3
+NUM_FACTORS = _NUMBERS * MAX_FACTORS
+# of all Python numbers by which rows, their sums and means are scaled: a sum, and how many
+NUM_SCALARS = 2
 # a mean of 0 by rounding, in deviations; half precision rounds too much to tell
 _ROUNDING = 1e-5
 _WEIGHTS = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv", "matmul", "mv", "dot")
@@ -37,8 +40,24 @@ class RowFactors:
 
     def __init__(self, device: torch.device) -> None:
         # a fingerprint of each, 0 where it is the same for all rows; whether its mean is 0
-        self.numbers = torch.zeros(_NUMBERS * MAX_FACTORS, dtype=torch.float64, device=device)
+        self.of_tensors = torch.zeros(NUM_FACTORS, dtype=torch.float64, device=device)
         self._count = 0
+        self._of_scalars = 0.0
+        self._scalars = 0
+
+    @property
+    def numbers(self) -> Tensor:
+        """[2 + 3 * MAX_FACTORS], to be compared by `told_of_scalars` and `told_of_factors`."""
+        scalars = self.of_tensors.new_tensor([self._of_scalars, self._scalars])
+        return torch.cat((scalars, self.of_tensors))
+
+    def note_scalars(self, name: str, args: tuple) -> None:
+        """A function of followed rows, or of a loss made of them."""
+        if name in _WEIGHTS:
+            for x in args:
+                if isinstance(x, (int, float)) and not isinstance(x, bool):
+                    self._scalars += 1
+                    self._of_scalars += self._scalars * float(x)
 
     @torch.no_grad()
     def note(self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict) -> None:
@@ -56,15 +75,26 @@ class RowFactors:
                 first = _NUMBERS * self._count
                 values = factor.double()
                 varies = (factor != factor.narrow(dim, 0, 1)).any()
-                self.numbers[first : first + 2] = fingerprint(values) * varies
+                self.of_tensors[first : first + 2] = fingerprint(values) * varies
                 is_centered = values.mean().abs() < _ROUNDING * values.std()
-                self.numbers[first + 2] = is_centered * varies
+                self.of_tensors[first + 2] = is_centered * varies
                 self._count += 1
 
 
 def _row_dims(x: SplitTensor) -> list[int]:
     """The dims that are split, or hold rows among others after a view."""
     return [dim for dim in range(len(x.axes)) if split_axes.is_split(x.axes, [dim])]
+
+
+def told_of_scalars(scalars: Tensor) -> str:
+    """What is said where ranks scaled by other Python numbers, [ranks, 2]; "" where not as often on each."""
+    sums, counts = scalars.unbind(1)
+    if bool((counts != counts[0]).any()) or torch.allclose(sums, sums[:1], rtol=1e-9, atol=0):
+        return ""
+    return (
+        "losses are multiplied or divided by Python numbers that differ between context ranks, as what is made of "
+        "`loss.item()` of a rank's own rows does"
+    )
 
 
 def told_of_factors(numbers: Tensor) -> tuple[str, str]:
@@ -79,7 +109,7 @@ def told_of_factors(numbers: Tensor) -> tuple[str, str]:
         return (
             "rows are weighted or chosen by numbers that differ from row to row and are the same on all "
             f"{len(numbers)} context ranks, which hold other rows of the sequences: made by `torch.arange(s)`, they "
-            "count from each rank's first row",
+            "count from each rank's first row; drawn with one seed, all draw alike",
             _POSITIONS_REMEDY,
         )
     if bool((of_each[..., 2] == 1).all(0).any()):

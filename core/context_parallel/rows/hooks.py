@@ -10,14 +10,16 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
 from core.parallel_state.by_hand import is_foreign
 
 
 class HookedRows:
     """Hooks of ours before the program's, for one forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, gradients: GradientRows) -> None:
         self._handles: list[Any] = []
+        self.gradients = gradients
 
     def attach(
         self, model: nn.Module, shares: Collection[int], follow: Callable[[Tensor], None]
@@ -37,6 +39,9 @@ class HookedRows:
                     follow(x)
 
         for part in parts:
+            hooks = (*part._backward_hooks.values(), *part._backward_pre_hooks.values())
+            if any(map(is_foreign, hooks)):
+                self._listen_backward(part, shares)
             if any(map(is_foreign, part._forward_hooks.values())):
                 self._handles.append(
                     part.register_forward_hook(lambda _, __, output: mark(output), prepend=True)
@@ -45,6 +50,20 @@ class HookedRows:
                 self._handles.append(
                     part.register_forward_pre_hook(lambda _, inputs: mark(inputs), prepend=True)
                 )
+
+    def _listen_backward(self, part: nn.Module, shares: Collection[int]) -> None:
+        """Around the program's hooks that get gradients: torch keeps the hooks of a forward for its backward."""
+
+        def begin(_: nn.Module, *gradients: Any) -> None:
+            for x in pytree.tree_leaves(gradients):
+                if type(x) is Tensor and x.dim() == 3 and len(x) in shares:
+                    self.gradients.begin((x,), axes_of_rows(x, 0))
+
+        def end(_: nn.Module, gradients: Any, *rest: Any) -> None:
+            self.gradients.end()
+
+        for register in (part.register_full_backward_pre_hook, part.register_full_backward_hook):
+            self._handles += [register(begin, prepend=True), register(end)]
 
     def detach(self) -> None:
         """Take them out."""

@@ -7,13 +7,13 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows import draws, factors
-from core.context_parallel.rows.batches import REMEDY as BATCH_REMEDY
 from core.context_parallel.rows.batches import (
     BatchRows,
     Divisors,
     is_changed,
     is_of_batch,
 )
+from core.context_parallel.rows.gradients import GradientRows
 from core.context_parallel.rows.reads import (
     BRANCH_REMEDY,
     BRANCHES,
@@ -26,17 +26,14 @@ from core.context_parallel.rows.reads import (
 )
 from core.context_parallel.rows.selections import loss_outcome, selected
 from core.context_parallel.rows.totals import (
-    COUNT_REMEDY,
     SCALED,
     TOTAL,
     Total,
     counts_of,
     is_constant_count,
     summed_rows,
-    told_of_counts,
-    told_of_sums,
-    told_of_totals,
 )
+from core.context_parallel.rows.verdicts import verdicts
 from core.parallel_state.by_hand.part_sizes import PartNumber
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
@@ -54,6 +51,7 @@ class Owner(Protocol):
     group: Group | None
     replicas: int
     batch: BatchRows
+    gradients: GradientRows
 
     def tell(self, what: str, remedy: str = ...) -> None: ...
 
@@ -96,18 +94,34 @@ class Sums(Follower):
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
+        if name == "grad":
+            self._owner.gradients.given_by_grad(args, kwargs, result)
+            return
         of_batch = [x for x in inputs if is_of_batch(x)]
         inputs = [x for x in inputs if not is_of_batch(x)]
-        inputs = self._hear_loss(name, self._hear_draws(name, inputs, result), result)
+        inputs = self._hear_draws(name, inputs, result)
+        if any(x.requires_grad for x in inputs):
+            self._factors.note_scalars(name, args)
+        inputs = self._hear_loss(name, inputs, result)
         if not inputs:
             return
         self._hear_batch(name, [x for x in of_batch if is_changed(x)], inputs, args)
         if any(x.partial == TOTAL for x in inputs):
             self._follow_total(name, inputs, args, kwargs, result)
-            return
-        if any(x.partial for x in inputs):
+        elif any(x.partial for x in inputs):
             self._follow_statistic(name, inputs, args, kwargs, result)
-            return
+        else:
+            self._follow_rows(func, name, inputs, args, kwargs, result)
+
+    def _follow_rows(
+        self,
+        func: Any,
+        name: str,
+        inputs: list[SplitTensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
         try:
             if any(x.requires_grad for x in inputs):
                 self._factors.note(name, inputs, args, kwargs)
@@ -155,6 +169,10 @@ class Sums(Follower):
         for number in args:
             if isinstance(number, PartNumber) and isinstance(number, (int, float)):
                 self._divisors.note(torch.tensor(float(number)), "a sum")
+
+    def listening(self, hook: Any, axes: Axes) -> Any:
+        """A hook on the gradient of rows."""
+        return self._owner.gradients.listening(hook, axes)
 
     def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         # `losses.backward(weights)`: before the backward in which numbers are compared
@@ -345,22 +363,15 @@ class Sums(Follower):
         else:
             self._numbers[2] = self._weight_of_count(gradient)
         self._owner.backward_ended()
-        numbers = torch.cat((self._numbers, self._divisors.numbers, self._factors.numbers))
+        of_batch = self._owner.batch.factors.of_tensors.to(self._numbers.device)
+        numbers = torch.cat(
+            (self._numbers, self._divisors.numbers, self._factors.numbers, of_batch)
+        )
         gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
-        message, remedy = factors.told_of_factors(gathered[:, 5:])
-        if message:
-            self._owner.tell(message, remedy)
-        if message := self._divisors.told_of(gathered[:, 3:5]):
-            self._owner.tell(message, BATCH_REMEDY)
-        tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2
-        if self._judges_totals:
-            # of sums in single precision
-            if message := told_of_totals(gathered[:, 2], group.size, max(tolerance, 1e-4)):
-                self._owner.tell(message)
-        elif message := told_of_counts(gathered[:, 2], group.size):
-            self._owner.tell(message, COUNT_REMEDY)
-        if message := told_of_sums(gathered[:, :2], group.ranks, tolerance):
-            self._owner.tell(message)
+        how = {"judges_totals": self._judges_totals}
+        for found in verdicts(gathered, group, self._divisors, gradient.dtype, **how):
+            # without a remedy of its own: that of sums
+            self._owner.tell(*filter(None, found))
 
     def _weight_of_totals(self, gradient: Tensor) -> Tensor | float:
         """What this rank's rows weigh in the loss, if sums say so that nobody divided by a tensor; else 0."""

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from core.context_parallel.rows.batches import BatchRows
+from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
 from core.context_parallel.rows.hooks import HookedRows
 from core.context_parallel.rows.outputs import Sums
 from core.context_parallel.rows.reads import LOG_REMEDY
-from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.batches import follow_batches
-from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.collectives import Group
 
 _REMEDY = (
@@ -47,7 +46,8 @@ class RowSums:
         self._evaluations = 0
         # kept, since tensors hold who follows them weakly: of evaluations 1, 2, 4, 8 ...
         self._evaluated: list[Sums] = []
-        self._inside = HookedRows()
+        self.gradients = GradientRows()
+        self._inside = HookedRows(self.gradients)
         self._latest: weakref.ref[Sums] | None = None
         self.batch = BatchRows(self)
         if group is not None:
@@ -72,7 +72,7 @@ class RowSums:
         if not self._forwards & (self._forwards - 1) and not self.told:
             sums = Sums(self, output, judges_totals=not sums_are_given)
             output.register_hook(sums.compare)
-            sums.mark(output, _axes_of_rows(output, rows_dim))
+            sums.mark(output, axes_of_rows(output, rows_dim))
             self._latest = weakref.ref(sums)
 
     def _follow_reads(self, output: Tensor, rows_dim: int) -> None:
@@ -80,7 +80,7 @@ class RowSums:
         self._evaluations += 1
         if not self._evaluations & (self._evaluations - 1) and not self._told_of_log:
             sums = Sums(self, output)
-            sums.mark(output, _axes_of_rows(output, rows_dim))
+            sums.mark(output, axes_of_rows(output, rows_dim))
             self._evaluated.append(sums)
 
     def follow_batch(self, batch: Mapping[str, Any]) -> None:
@@ -111,7 +111,7 @@ class RowSums:
         def follow(hidden: Tensor) -> None:
             followed = Sums(self, hidden, judges_totals=not sums)
             hidden.register_hook(followed.compare)
-            followed.mark(hidden, _axes_of_rows(hidden, 0))
+            followed.mark(hidden, axes_of_rows(hidden, 0))
 
         self._inside.attach(model, shares, follow)
 
@@ -123,7 +123,7 @@ class RowSums:
         """Follow [b, s/cp, v] that was gathered from tensor ranks' parts, as the output of that forward."""
         sums = self._latest() if self._latest is not None else None
         if sums is not None:
-            sums.mark(gathered, _axes_of_rows(gathered))
+            sums.mark(gathered, axes_of_rows(gathered))
 
     def tell(self, what: str, remedy: str = _REMEDY) -> None:
         """Warn of `what` with the remedy, once for this model."""
@@ -137,8 +137,3 @@ class RowSums:
             self._told_of_log = True
             what = f"{name} rows which are this context rank's {does}: others hold the rest of each sequence"
             warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
-
-
-def _axes_of_rows(x: Tensor, rows_dim: int = 1) -> Axes:
-    axes = split_axes.plain(x.shape)
-    return (*axes[:rows_dim], ((x.shape[rows_dim], True),), *axes[rows_dim + 1 :])

@@ -21,6 +21,8 @@ from core.parallel_state.by_hand.functions import (
 from core.parallel_state.by_hand.listened_tensor import ListenedTensor
 from core.parallel_state.by_hand.split_axes import Axes
 
+_BACKWARD = (Tensor.backward, torch.autograd.grad, torch.autograd.backward)
+
 
 class SplitTensor(ListenedTensor):
     """A tensor whose dims are split as `axes` says; or a sum of one, which is not yet summed over the ranks."""
@@ -34,6 +36,8 @@ class SplitTensor(ListenedTensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _BACKWARD:
+            return _run_backward(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             # our own layers know what a part is; only the program's use is judged
             if torch.compiler.is_compiling():
@@ -71,6 +75,27 @@ class SplitTensor(ListenedTensor):
     def _is_read(self, name: str) -> None:
         if (follower := self.seen_by()) is not None:
             follower.read(name, self)
+
+
+def _run_backward(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A backward from what is followed: hooks in it hear what they are given."""
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitTensor)]
+    follower = inputs[0].seen_by()
+    name = function_name(func)
+    classes = [type(x) for x in inputs]
+    is_heard = follower is not None and not called_by_core(sys._getframe(2))
+    if follower is not None and is_heard:
+        follower.check(name, args, kwargs)
+    try:
+        for x in inputs:
+            x.__class__ = Tensor  # type: ignore[assignment]
+        result = func(*args, **kwargs)
+    finally:
+        for x, kind in zip(inputs, classes, strict=True):
+            x.__class__ = kind
+    if follower is not None and is_heard:
+        follower.follow(func, name, inputs, args, kwargs, result)
+    return result
 
 
 def _is_heard(args: tuple, frame: Any) -> bool:

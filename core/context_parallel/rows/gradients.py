@@ -1,0 +1,126 @@
+"""Follows gradients of a context rank's rows that a program's hooks, or torch.autograd.grad, are given.
+
+A gradient that is clipped, normalised or centred by a norm or a mean of this rank's rows is another than one
+process's. Elementwise changes are right, and so are logs.
+"""
+
+import warnings
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from core.context_parallel.rows.reads import READS
+from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.split_functions import Finding, outcome_of
+from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
+
+_SCALES = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv")
+_REMEDY = (
+    "Sum squares over the ranks before: n = g.pow(2).sum(); torch.distributed.all_reduce(n, "
+    "group=parallel_state.get_context_parallel_group()); g / n.sqrt(). Norms of each token are right"
+)
+
+
+class GradientRows(Follower):
+    """Of one model; tells once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told = False
+        # whether the hook that runs has read a number of the rows
+        self._has_read = False
+
+    def listening(self, hook: Any, axes: Axes) -> Any:
+        """The hook, whose gradient is followed while it runs."""
+
+        def heard(gradient: Tensor) -> Any:
+            self.begin((gradient,), axes)
+            result = hook(gradient)
+            self.end()
+            return result
+
+        return heard
+
+    def begin(self, gradients: Any, axes: Axes) -> None:
+        """A program's code is about to get them."""
+        self._has_read = False
+        for gradient in pytree.tree_leaves(gradients):
+            if isinstance(gradient, Tensor) and gradient.dim() == len(axes) and not self._told:
+                self.mark(gradient, axes)
+
+    def end(self) -> None:
+        """It has returned: what it made goes on as a gradient."""
+        self.make_plain()
+
+    def given_by_grad(self, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+        """`torch.autograd.grad(loss, rows)` returned gradients, which stay followed."""
+        inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
+        inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        for x, gradient in zip(inputs, result, strict=False):
+            if isinstance(x, SplitTensor) and not x.partial:
+                self.begin((gradient,), x.axes)
+
+    def follow(
+        self,
+        func: Any,
+        name: str,
+        inputs: list[SplitTensor],
+        args: tuple,
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        if name == "all_reduce":
+            inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
+            return
+        sums = [x for x in inputs if x.partial]
+        rows = [x for x in inputs if not x.partial]
+        if sums and rows:
+            self._tell(sums[0].partial, name)
+        elif sums:
+            self._has_read |= name in READS and not isinstance(result, Tensor)
+            self._mark_all(result, sums[0].partial)
+        elif (
+            self._has_read and name in _SCALES and not any(_is_tensor_beside(x, rows) for x in args)
+        ):
+            self._tell("a number", name)
+        else:
+            self._follow_rows(func, name, args, kwargs, result)
+
+    def _follow_rows(self, func: Any, name: str, args: tuple, kwargs: dict, result: Any) -> None:
+        try:
+            outcome = outcome_of(func, name, args, kwargs, result)
+        except Exception:
+            # who looks on must not end a right program: a call of a form unknown here is not followed
+            return
+        if isinstance(outcome, list):
+            for tensor, axes in outcome:
+                self.mark(tensor, axes)
+        elif isinstance(outcome, (str, float)) or (
+            isinstance(outcome, Finding) and outcome.kind == "reduction"
+        ):
+            self._mark_all(result, name)
+
+    def _mark_all(self, result: Any, partial: str) -> None:
+        for tensor in pytree.tree_leaves(result):
+            self.mark(tensor, None, partial)
+
+    def _tell(self, made: str, name: str) -> None:
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"context parallelism: {made} of a gradient's rows which are this context rank's changes them by "
+                f"{name}, not that of all rows. {_REMEDY}",
+                stacklevel=6,
+            )
+
+
+def _is_tensor_beside(x: Any, rows: list[SplitTensor]) -> bool:
+    return isinstance(x, Tensor) and not any(x is row for row in rows)
+
+
+def axes_of_rows(x: Tensor, rows_dim: int = 1) -> Axes:
+    """Of a tensor whose dim `rows_dim` holds a context rank's rows."""
+    axes = split_axes.plain(x.shape)
+    return (*axes[:rows_dim], ((x.shape[rows_dim], True),), *axes[rows_dim + 1 :])

@@ -1,0 +1,53 @@
+"""What is said of the numbers that context ranks have of one backward."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from core.context_parallel.rows.batches import REMEDY as BATCH_REMEDY
+from core.context_parallel.rows.batches import Divisors
+from core.context_parallel.rows.factors import (
+    NUM_FACTORS,
+    NUM_SCALARS,
+    told_of_factors,
+    told_of_scalars,
+)
+from core.context_parallel.rows.reads import BRANCH_REMEDY
+from core.context_parallel.rows.totals import (
+    COUNT_REMEDY,
+    told_of_counts,
+    told_of_sums,
+    told_of_totals,
+)
+from core.parallel_state.collectives import Group
+
+# norm and mean of the sums' gradients, what rows weigh, sums of the batch, numbers, tensors of outputs, of the batch
+_SIZES = [2, 1, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS]
+
+
+def verdicts(
+    numbers: Tensor,
+    group: Group,
+    divisors: Divisors,
+    dtype: torch.dtype,
+    *,
+    judges_totals: bool,
+) -> Iterator[tuple[str, str]]:
+    """(message, its remedy; "": that of sums) of each thing that is wrong. numbers: [ranks, ...] of `_SIZES`."""
+    sums, weights, of_batch, scalars, of_outputs, of_tokens = numbers.split(_SIZES, dim=1)
+    tolerance = 1e-6 if dtype in (torch.float32, torch.float64) else 1e-2
+    if judges_totals:
+        # they are sums in single precision
+        of_weights = (told_of_totals(weights[:, 0], group.size, max(tolerance, 1e-4)), "")
+    else:
+        of_weights = (told_of_counts(weights[:, 0], group.size), COUNT_REMEDY)
+    found = [
+        told_of_factors(of_outputs),
+        told_of_factors(of_tokens),
+        (divisors.told_of(of_batch), BATCH_REMEDY),
+        of_weights,
+        (told_of_sums(sums, group.ranks, tolerance), ""),
+        (told_of_scalars(scalars), BRANCH_REMEDY),
+    ]
+    yield from ((message, remedy) for message, remedy in found if message)
