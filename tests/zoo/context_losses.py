@@ -223,6 +223,11 @@ CASES = [
     by_constant("`losses.sum() / (b * s)`", lambda p: p.losses().sum() / (2 * S)),
     by_constant("a mean of sequences' sums, `losses.sum(1).mean()`", lambda p: p.losses().sum(1).mean()),
     by_constant(
+        "Dr. GRPO, `(losses * mask * advantages).sum(-1) / MAX` and its mean",
+        lambda p: ((p.losses() * p.mask * torch.tensor([[1.0], [-0.5]])).sum(-1) / S).mean(),
+    ),
+    Case("`losses.sum(1) / losses.numel()` and its sum", by(lambda p: ((x := p.losses()).sum(1) / x.numel()).sum())),
+    by_constant(
         "`F.cross_entropy(..., reduction='sum') / b`",
         lambda p: F.cross_entropy(p.logits().flatten(0, 1), p.labels.flatten(), reduction="sum") / 2,
     ),

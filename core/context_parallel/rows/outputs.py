@@ -127,9 +127,8 @@ class Sums(Follower):
                 self._factors.note(name, inputs, args, kwargs)
             # as if nobody followed the batch, or a loss
             args, kwargs = _with_rows_alone(args, kwargs)
-            outcome: Finding | Followed | str | float | None = selected(name, args, result)
-            outcome = (
-                outcome
+            outcome: Finding | Followed | str | float | None = (
+                selected(name, args, result)
                 or loss_outcome(name, args, kwargs, result)
                 or outcome_of(func, name, args, kwargs, result)
             )

@@ -46,12 +46,18 @@ class Total:
     knows_ranks: bool = (
         False  # the program has thought of the ranks: what it divides by may be right
     )
+    _is_over_all: bool = False
 
     def follow(self, name: str, args: tuple, rank_counts: tuple[int, ...]) -> None:
         """A function of it. A tensor may hold a sum over the ranks; a number of ranks undoes an average."""
+        # a mean of sums of sequences, each over the number of all rows: no mean of rows
+        if name == "mean" and self._is_over_all:
+            self.knows_ranks = False
         if name not in _PRODUCTS:
             return
         numbers = [x for x in args if not isinstance(x, Tensor)]
+        if "mul" not in name and any(x == self.rows for x in numbers):
+            self._is_over_all = isinstance(args[0], Tensor) and args[0].dim() > 0
         known = rank_counts if "mul" in name else self.own_counts
         if not numbers or any(x in known for x in numbers):
             self.knows_ranks = True
