@@ -163,6 +163,8 @@ _TORCHRUN = "torchrun says it, and data ranks are those that parallel leaves"
 
 # names that no single field stands for: what to do instead
 REMARKS = {
+    "eval_only": "python -m core.training.evaluate RUN_OR_CHECKPOINT --data TEXT does that",
+    "always_save_checkpoint": "leave it out: checkpoint.every saves, whatever the validation says",
     "out_dir": "give checkpoint.directory for checkpoints, training.output for records and reports",
     "init_from": "leave it out: a run goes on from its own checkpoint.directory; checkpoint.load names one of "
     "another run, model.huggingface weights to begin with",

@@ -248,7 +248,7 @@ def test_mistakes_are_told_before_anything_is_built(corpus, more, message, monke
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("run.toml",), "model is 'run.toml', 1 nn.Module is needed; write initialize"),
+        (("run.toml",), "model is 'run.toml', 1 nn.Module is needed; a configuration is given by name"),
         ((nn.Linear,), "model is the class Linear"),
     ],
 )

@@ -1,9 +1,13 @@
 """A text beside a module of one's own, and arguments that `initialize` lacks."""
 
+import importlib
+
+import numpy as np
 import pytest
 from torch import nn
 
-from core.training import initialize
+import core
+from core.training import RunConfig, initialize
 from tests.training.test_initialize import settings, squared_error
 from tests.training.tiny import S, prepared
 
@@ -33,6 +37,24 @@ class Logits(TokenModel):
 class InputIds(TokenModel):
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, use_cache=None, labels=None):
         return self.table(input_ids)
+
+
+def test_a_configuration_in_the_place_of_the_model():
+    with pytest.raises(ValueError, match=r"model is 'run.toml', .* by name: initialize\(config=\.\.\.\)"):
+        initialize("run.toml")
+
+
+def test_numpys_numbers_are_numbers():
+    run = RunConfig.from_dict({"training.train_steps": np.int64(6), "optimizer.lr": np.float32(0.5)})
+    assert (run.training.train_steps, run.optimizer.lr) == (6, 0.5) and type(run.training.train_steps) is int
+
+
+def test_a_name_of_a_room_is_told_where_it_is():
+    for name, room in core._ROOMS.items():
+        with pytest.raises(AttributeError, match=f"from core.{room} import {name}"):
+            getattr(core, name)
+        assert hasattr(importlib.import_module(f"core.{room}"), name)
+    assert not hasattr(core, "nothing")
 
 
 def test_a_module_that_takes_tokens_reads_the_text(corpus):

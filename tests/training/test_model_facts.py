@@ -244,6 +244,14 @@ def unbiased(run, vocab_size, parallel):
     model.out = nn.Linear(model.out.in_features, vocab_size, bias=False)
     return model
 
+class NanoGPT(Bigram):
+    def forward(self, idx, targets=None):
+        logits = self.out(self.table(idx))
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def nano(run, vocab_size, parallel):
+    return NanoGPT(vocab_size, 8)
+
 def nothing(run, vocab_size, parallel):
     return "nothing"
 
@@ -340,7 +348,7 @@ def test_a_schedule_of_ones_own_in_a_run(ranks, made, own):
 WRONG_FUNCTIONS = {
     "model.build": (
         "own_parts:trigram",
-        "own_parts has no function trigram; it has Bigram, bigram, unbiased, nothing",
+        "own_parts has no function trigram; it has Bigram, bigram, unbiased, NanoGPT, nano, nothing",
     ),
     "pipeline.schedule": ("own_parts:bigram", "schedule=own_parts:bigram over pipeline=2 ranks: "),
     "model.build ": ("nowhere_at_all:f", "module nowhere_at_all cannot be imported from"),
@@ -361,3 +369,7 @@ def test_functions_that_are_none_are_refused_before_any_process_group(made, own,
 def test_what_a_function_returns_is_looked_at(made, own):
     with pytest.raises(ValueError, match=r"model\.build=own_parts:nothing returned a str; return an nn\.Module"):
         trained(fields_of(made, model__build="own_parts:nothing"), own)
+    with pytest.raises(
+        ValueError, match=r"forward takes 2 names \(idx, targets\), none of .* Return a module around it"
+    ):
+        trained(fields_of(made, model__build="own_parts:nano"), own)

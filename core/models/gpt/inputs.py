@@ -73,7 +73,7 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
                 "make it with pre_process=False (the first stage alone has True, the last alone post_process=True), "
                 "or let gpt_stages make each rank's"
             )
-        raise ValueError(f"tokens must be int64 or int32, got {got}")
+        raise ValueError(f"tokens must be int64 or int32, got {got}; give tokens.long()")
     if tokens.dim() != 2:
         raise ValueError(
             f"tokens must be [b, s], got {tuple(tokens.shape)}; one sequence is tokens[None]"

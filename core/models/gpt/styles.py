@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from core.elsewhere import OF_A_MODEL
 from core.field_names import tells_names
 from core.transformer.transformer_config import TransformerConfig
 
@@ -23,7 +24,7 @@ STYLES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-@tells_names("model", fields_of=TransformerConfig)
+@tells_names("model", OF_A_MODEL, fields_of=TransformerConfig)
 def llama_config(
     *, num_layers: int, hidden_size: int, num_attention_heads: int, **facts: Any
 ) -> TransformerConfig:
@@ -40,7 +41,7 @@ def llama_config(
     )
 
 
-@tells_names("model", fields_of=TransformerConfig)
+@tells_names("model", OF_A_MODEL, fields_of=TransformerConfig)
 def gpt2_config(
     *, num_layers: int, hidden_size: int, num_attention_heads: int, **facts: Any
 ) -> TransformerConfig:

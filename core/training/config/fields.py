@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -118,16 +119,17 @@ def _is_whole(value: Any) -> bool:
 
 
 def _read_integer(value: Any) -> int:
-    # True is an int to Python, and to nobody who writes a configuration
-    if not isinstance(value, int) or isinstance(value, bool):
+    # True is an int to Python, and to nobody who writes a configuration; numpy's integers are Integral
+    if not isinstance(value, Integral) or isinstance(value, bool):
         raise _WrongKind(_kind_of_value(value))
+    value = int(value)
     if abs(value) >= _LARGEST:
         raise _WrongKind("beyond 64 bits")
     return value
 
 
 def _read_number(value: Any) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, Real) or isinstance(value, bool):
         raise _WrongKind(_kind_of_value(value))
     try:
         number = float(value)

@@ -9,7 +9,10 @@ from torch import nn
 from core.models.gpt import GPTModel
 from core.parallel_state import ParallelState
 from core.parallel_state.random import seeded
+from core.pipeline.run.step import forward_arguments
 from core.training.functions import function_of
+
+_OF_A_BATCH = ("tokens", "labels", "position_ids", "loss_mask", "document_begin", "attention_mask")
 
 if TYPE_CHECKING:
     from core.training.config import RunConfig
@@ -36,8 +39,23 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
             f"model.build={name} returned stages {sorted(modules)}, pipeline rank {ps.index('pp')} of {ranks} holds "
             f"{expected} under schedule={run.pipeline.schedule}; return {{stage: nn.Module}} of these"
         )
+    if 0 in modules:
+        _refuse_other_inputs(name, modules[0])
     for module in modules.values():
         # a GPTModel was built in its dtype, on its device
         if not isinstance(module, GPTModel):
             module.to(ps.device, run.model.dtype)
     return modules
+
+
+def _refuse_other_inputs(name: str, module: nn.Module) -> None:
+    """A first stage that takes nothing that a run's batches hold (nanoGPT's idx and targets)."""
+    taken = forward_arguments(module)
+    if not taken or set(taken) & set(_OF_A_BATCH):
+        return
+    raise ValueError(
+        f"model.build={name} returned a {type(module).__name__} whose forward takes {len(taken)} names "
+        f"({', '.join(taken[:4])}), none of a run's batches: tokens and labels [b, s]. Return a module around it "
+        "with forward(self, tokens, labels) -> losses [b, s], as F.cross_entropy(logits.flatten(0, 1), "
+        "labels.flatten(), reduction='none').view_as(labels)"
+    )

@@ -163,9 +163,10 @@ def _refuse_swapped_arguments(model: Any, batches: Any) -> None:
             kind = f"the class {model.__name__}"
         else:
             kind = repr(model)[:60]
-        raise ValueError(
-            f"model is {kind}, 1 nn.Module is needed; write initialize(MyModel(), config=...)"
-        )
+        remedy = "write initialize(MyModel(), config=...)"
+        if isinstance(model, (str, Path, RunConfig)):
+            remedy = "a configuration is given by name: initialize(config=...)"
+        raise ValueError(f"model is {kind}, 1 nn.Module is needed; {remedy}")
     if batches is not None and not hasattr(batches, "batch"):
         raise ValueError(
             f"batches is a {type(batches).__name__} with 0 of the 1 method needed: batch(step, rank=0, size=1) "
