@@ -132,6 +132,8 @@ def _found(
         numbers = kwargs.get("index", args[2] if len(args) > 2 else None)
         if isinstance(dim, int) and _is_plain(numbers):
             yield from _of_numbers(numbers, x.axes, dim)
+    elif kwargs.get("generator") is not None and isinstance(result, Tensor):
+        yield result, torch.ones((), dtype=torch.bool)
     elif name in _ELEMENTWISE.split():
         for operand in pytree.tree_leaves((args, kwargs)):
             # what an in-place function wrote is no longer its operand

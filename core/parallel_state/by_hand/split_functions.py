@@ -98,6 +98,7 @@ def _dims(args: tuple, kwargs: dict[str, Any], place: int, default: Any, count: 
 
 def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Outcome:
     """A Finding; the name of a function whose result is a rank's part of a sum; or tensors and their axes."""
+    name = name.rstrip("_")
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     x = next(t for t in tensors if hasattr(t, "axes"))
     axes = _axes(x)
@@ -170,6 +171,9 @@ def _normalized(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
 def _draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    # what a generator draws is compared over the ranks instead: each may have its own
+    if kwargs.get("generator") is not None:
+        return False
     if "dropout" not in name:
         return True
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
