@@ -110,6 +110,18 @@ def message_of(found: str, ranks: int) -> str:
     )
 
 
+def takes_summed(name: str, x: SplitTensor, values: tuple) -> bool:
+    """Whether columns are combined with a parameter that has an entry for each, and went through `sum_gradient`."""
+    if name.rstrip("_") not in (*_ELEMENTWISE.split(), "prelu"):
+        return False
+    return any(
+        isinstance(operand, Tensor)
+        and type(operand.grad_fn).__name__ == "_SumGradientBackward"
+        and any(True for _ in _along(operand.detach(), x.axes))
+        for operand in pytree.tree_leaves(values)
+    )
+
+
 def _found(
     name: str, inputs: Sequence[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
 ) -> Iterator[_Found]:

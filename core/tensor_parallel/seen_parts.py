@@ -25,8 +25,8 @@ _REMEDIES = {
     "draw": "ranks that are seeded alike draw the same for their parts: give each a generator of its own",
 }
 _NUMBERS = (
-    "drawn or counted for this rank's sizes (`torch.randn(weight.shape)`) they are not the whole's. Make them for the "
-    "whole, of layout_of(weight).shape, and cut this rank's: whole.chunk(place.tp, dim)[place.rank] (place: "
+    "drawn or counted for this rank's sizes (`torch.randn(weight.shape)`) they are not the whole's. Make them for "
+    "the whole, of layout_of(weight).shape, and cut this rank's: whole.chunk(place.tp, dim)[place.rank] (place: "
     "Placement.of(ps)); or draw from a generator of its own on each rank"
 )
 _WHOLE = (

@@ -20,7 +20,7 @@ from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
 from core.parallel_state.collectives import Group
-from core.tensor_parallel.column_factors import ColumnFactors, message_of
+from core.tensor_parallel.column_factors import ColumnFactors, message_of, takes_summed
 from core.tensor_parallel.head_counts import whole_heads
 
 _REMEDIES = {
@@ -45,6 +45,11 @@ _REMEDIES = {
     "size": (
         "the size of a rank's part is another number than on one rank. Take that of all, `y.shape[-1] * place.tp`, "
         "or a number of the module's"
+    ),
+    "summed": (
+        "a parameter with an entry for each of this rank's columns is another one on each rank, and `sum_gradient` "
+        "adds their gradients as if it were one. Leave that out, and say what it is: core.parallel_state.layout."
+        'set_layout(parameter, Layout((n,), {"tp": 0})), n of all ranks'
     ),
     "again": "ColumnParallelLinear takes the whole x, the same on every rank: a RowParallelLinear comes first",
 }
@@ -245,6 +250,8 @@ class SplitActivations(Follower):
                 self._factors.note(name, inputs, args, kwargs, result)
         if scales_by_a_part(name, (args, kwargs), self._as_floats):
             self._tell(Finding("size", name, tuple(inputs[0].shape)))
+        if not self._message and takes_summed(name, inputs[0], (args, kwargs)):
+            self._tell(Finding("summed", name, tuple(inputs[0].shape)))
         try:
             outcome = split_functions.outcome_of(func, name, args, kwargs, result)
         except Exception:

@@ -257,7 +257,10 @@ class SplitWatch:
         if differs.any():
             column = int(differs.nonzero()[0])
             other = int((gathered[:, column] != gathered[0, column]).nonzero()[0])
-            raise ValueError(difference_message(group, labels[column], other, self._forwards))
+            shapes = [x.shape for x in (*inputs, *(p for _, p in replicated))]
+            raise ValueError(
+                difference_message(group, labels[column], other, self._forwards, shapes[column])
+            )
         split_sums = gathered[:, len(labels) :]
         # parts that are all equal were drawn or broadcast as if they were whole
         if split_sums[0].any() and (split_sums == split_sums[0]).all():

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from core.parallel_state.layout import Layout, set_layout
 from core.tensor_parallel import (
     ColumnParallelLinear,
     dropout_in_tensor_region,
@@ -100,6 +101,28 @@ class ByHand(Attention):
         chances = F.dropout(scores.softmax(-1), self.dropout)
         y = chances @ v.transpose(1, 2)
         return self.out(y.permute(0, 2, 1, 3).reshape(b, s, -1))
+
+
+class Channels(Feedforward):
+    """PReLU with a slope for each of this rank's columns. mark(slope): what is said of it where it is made."""
+
+    def __init__(self, place, mark=lambda slope: None, has_summed_slope=False):
+        super().__init__(place)
+        self.slope = nn.Parameter(torch.full((FFN // place.tp,), 0.25))
+        self.group = place.group if has_summed_slope else None
+        mark(self.slope)
+
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(torch.where(y > 0, y, y * sum_gradient(self.slope, self.group)))
+
+
+def channels(**how):
+    return weights(train, feedforward=lambda place: Channels(place, **how))
+
+
+def split_by_rows(parameter):
+    set_layout(parameter, Layout((FFN,), {"tp": 0}))
 
 
 class Queries(Attention):
@@ -250,6 +273,7 @@ def refused(what, run, says, remedy):
     return Case(what, run, "refused", says, remedy, elsewhere={ONE: ("right", "")})
 
 
+SPLIT = '`set_layout(parameter, Layout((n,), {"tp": 0}))` of `core.parallel_state.layout`'
 REDUCED = "gather_from_tensor_region"
 
 CASES = [
@@ -260,6 +284,16 @@ CASES = [
         "sum_gradient",
         "`core.tensor_parallel.sum_gradient(weight, group)`",
     ),
+    refused(
+        "a slope for each of a rank's columns (PReLU)",
+        channels(),
+        r"set_layout.*Layout\(\(32,\), \{.tp.: 0\}\)",
+        SPLIT,
+    ),
+    told(
+        "a slope for each of a rank's columns by `sum_gradient`", channels(has_summed_slope=True), SPLIT, "set_layout"
+    ),
+    Case("a slope for each of a rank's columns, with a layout", channels(mark=split_by_rows)),
     Case("attention with fewer keys and values", weights(train, attention=Queries)),
     told(
         "all heads on a rank's columns, `view(b, s, 3, self.n_head, -1)`",

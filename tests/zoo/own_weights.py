@@ -17,14 +17,17 @@ FULL = "`core.tensor_parallel.full_tensor(weight)`"
 class ByWeight(Feedforward):
     """The first linear by hand, with `function(weight)`; a penalty of its weight, `penalty_of(weight, place)`."""
 
-    def __init__(self, place, function=lambda w: w, penalty_of=None):
+    def __init__(self, place, function=lambda w: w, penalty_of=None, copies=True):
         super().__init__(place)
+        self.copies = copies
         self.function, self.penalty_of, self.place, self.penalty = function, penalty_of, place, 0.0
 
     def forward(self, x):
         if self.penalty_of is not None:
             self.penalty = self.penalty_of(self.up.weight, self.place)
-        y = F.linear(copy_to_tensor_region(x, self.place.group), self.function(self.up.weight), self.up.bias)
+        if self.copies:
+            x = copy_to_tensor_region(x, self.place.group)
+        y = F.linear(x, self.function(self.up.weight), self.up.bias)
         return self.down(F.gelu(y))
 
 
@@ -197,6 +200,14 @@ CASES = [
     Case(
         "a sum of a weight by `reduce_from_tensor_region` in forward",
         penalized(lambda w, place: reduce_from_tensor_region(w.pow(2).sum(), place.group)),
+    ),
+    Case(
+        "a linear by hand without `copy_to_tensor_region`",
+        weights(train, feedforward=lambda place: ByWeight(place, copies=False)),
+        "refused",
+        r"copy_to_tensor_region\(x, group\)",
+        "`core.tensor_parallel.copy_to_tensor_region(x, group)` before it",
+        elsewhere={ONE: ("right", "")},
     ),
     Case("a linear by hand with `weight * 2`, `weight.t()`", used(lambda w: (w.t() * 2).mT)),
     Case(
