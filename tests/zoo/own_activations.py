@@ -216,6 +216,21 @@ class Hooked(Feedforward):
             self.down.register_full_backward_hook(lambda module, gradients, _: (backward(gradients[0]),))
 
 
+class HookedBetween(Feedforward):
+    """A program's backward hook, or pre-hook, on the activation between the linears."""
+
+    def __init__(self, place, backward, pre):
+        super().__init__(place, nn.GELU())
+        if pre:
+            self.between.register_full_backward_pre_hook(lambda module, gradients: (backward(gradients[0]),))
+        else:
+            self.between.register_full_backward_hook(lambda module, gradients, _: (backward(gradients[0]),))
+
+
+def hooked_between(backward, pre=False):
+    return weights(train, feedforward=lambda place: HookedBetween(place, backward, pre))
+
+
 def hooked(**hooks):
     return weights(train, feedforward=lambda place: Hooked(place, **hooks))
 
@@ -331,6 +346,9 @@ CASES = [
     told("a backward hook on the second linear, a norm of its gradient", hooked(backward=small), GATHER, REDUCED),
     told("a backward hook on the first linear, a norm is printed", hooked(look=seen), GATHER, REDUCED),
     told("`y.register_hook`, a norm of the gradient", by_tensor_hook(small), GATHER, REDUCED),
+    told("a backward hook between the linears, a norm", hooked_between(small), GATHER, REDUCED),
+    told("a backward pre-hook between the linears, a norm", hooked_between(small, pre=True), GATHER, REDUCED),
+    Case("a backward hook between the linears, `g * 2`", hooked_between(lambda g: g * 2)),
     Case("a forward hook on the first linear, `y * 2`", hooked(forward=lambda y: y * 2)),
     Case("a backward hook on the second linear, `g * 2`", hooked(backward=lambda g: g * 2)),
     Case("`y.register_hook(lambda g: g.clamp(-1e-3, 1e-3))`", by_tensor_hook(lambda g: g.clamp(-1e-3, 1e-3))),
