@@ -160,6 +160,8 @@ class SplitWatch:
 
     def listen_again(self) -> None:
         """After a forward without gradients: as before it."""
+        if not torch.compiler.is_compiling():
+            self._detach_from_hooks()
         if self._by_hand is not None and not torch.compiler.is_compiling():
             self._by_hand.open(self._split_parameters())
 

@@ -47,7 +47,7 @@ _REDUCTIONS = {
 }
 _DRAWS = """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand_like randn_like
-    bernoulli normal uniform exponential gumbel_softmax rrelu multinomial
+    bernoulli normal uniform exponential cauchy geometric log_normal gumbel_softmax rrelu multinomial
 """
 _KINDS = {
     "draw": _DRAWS,
@@ -98,7 +98,6 @@ def _dims(args: tuple, kwargs: dict[str, Any], place: int, default: Any, count: 
 
 def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Outcome:
     """A Finding; the name of a function whose result is a rank's part of a sum; or tensors and their axes."""
-    name = name.rstrip("_")
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     x = next(t for t in tensors if hasattr(t, "axes"))
     axes = _axes(x)
@@ -106,6 +105,9 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     if not split_axes.is_split(axes):
         return None
     kind = _KIND_OF.get(name)
+    # normal_ draws as normal does
+    if _KIND_OF.get(name.rstrip("_")) == "draw":
+        kind, name = "draw", name.rstrip("_")
     if kind == "exit":
         return Finding("exit", name, shape)
     # every tensor rank would draw the same mask for other columns, or other masks for the same ones
