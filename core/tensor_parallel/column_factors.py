@@ -110,6 +110,18 @@ def message_of(found: str, ranks: int) -> str:
     )
 
 
+def takes_summed(name: str, x: SplitTensor, values: tuple) -> bool:
+    """Whether columns are combined with a parameter that has an entry for each, and went through `sum_gradient`."""
+    if name.rstrip("_") not in (*_ELEMENTWISE.split(), "prelu"):
+        return False
+    return any(
+        isinstance(operand, Tensor)
+        and type(operand.grad_fn).__name__ == "_SumGradientBackward"
+        and any(True for _ in _along(operand.detach(), x.axes))
+        for operand in pytree.tree_leaves(values)
+    )
+
+
 def _found(
     name: str, inputs: Sequence[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
 ) -> Iterator[_Found]:
@@ -132,6 +144,8 @@ def _found(
         numbers = kwargs.get("index", args[2] if len(args) > 2 else None)
         if isinstance(dim, int) and _is_plain(numbers):
             yield from _of_numbers(numbers, x.axes, dim)
+    elif kwargs.get("generator") is not None and isinstance(result, Tensor):
+        yield result, torch.ones((), dtype=torch.bool)
     elif name in _ELEMENTWISE.split():
         for operand in pytree.tree_leaves((args, kwargs)):
             # what an in-place function wrote is no longer its operand

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from core.autograd.gradients import no_second_derivative
 from core.parallel_state.collectives import Group, all_gather, all_reduce
-from core.tensor_parallel.mappings import outside_graphs
+from core.tensor_parallel.mappings import check_group, outside_graphs
 
 # elements at a time that stay in a core's cache
 _CPU_CHUNK = 1 << 19
@@ -210,8 +210,10 @@ def vocab_parallel_cross_entropy(
     the true vocabulary. With `inplace` the logits are overwritten (their gradient will be the same memory).
     Backward works once. Collectives over `group`: one all-gather of three
     numbers per token (and one all-reduce of one with smoothing).
-    Raises ValueError: shapes that disagree.
+    Raises ValueError: shapes that disagree, a group that is none of ours.
     """
+    if group is not None:
+        check_group(group, "vocab_parallel_cross_entropy")
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"logits {tuple(logits.shape)} need labels {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}"

@@ -1,12 +1,29 @@
 """What is said where tensor ranks hold different values of what should be the same on all."""
 
+from collections.abc import Sequence
+
 from core.parallel_state.collectives import Group
 
 BATCH = "the batch"
 
 
-def difference_message(group: Group, labels: str, other: int, forwards: int) -> str:
-    """Of what differs between the first rank of a group and its `other`th, in forward number `forwards`."""
+def _layout_of_parts(shape: Sequence[int], ranks: int) -> str:
+    """How a program says that a parameter of `shape` is this rank's part."""
+    whole = ", ".join(map(str, [shape[0] * ranks, *shape[1:]])) if shape else "n"
+    comma = "," if len(shape) < 2 else ""
+    return (
+        "core.parallel_state.layout.set_layout(parameter, "
+        f'core.parallel_state.layout.Layout(({whole}{comma}), {{"tp": 0}})) where it is made'
+    )
+
+
+def difference_message(
+    group: Group, labels: str, other: int, forwards: int, shape: Sequence[int] = ()
+) -> str:
+    """Of what differs between the first rank of a group and its `other`th, in forward number `forwards`.
+
+    shape: of the parameter that `labels` names, on this rank.
+    """
     ranks = f"ranks {group.ranks[0]} and {group.ranks[other]}"
     if labels == BATCH:
         return (
@@ -21,15 +38,18 @@ def difference_message(group: Group, labels: str, other: int, forwards: int) -> 
             f"{labels} should be the same on all tensor ranks, and differs between {ranks} before a step; call "
             "torch.manual_seed with one seed on all before the model is made (s + rank is not), or load one "
             "checkpoint. If it is split: ColumnParallelLinear and RowParallelLinear make halves that "
-            "are split alike (docs/concepts/tensor_parallel.md)"
+            "are split alike (docs/concepts/tensor_parallel.md); a parameter of this rank's own channels: "
+            f"{_layout_of_parts(shape, group.size)}"
         )
     return (
         f"{labels} should be the same on all tensor ranks, and differs between {ranks} after an update, in "
         f"forward {forwards}. torch.nn.utils.clip_grad_norm_ takes the norm of one rank's part: use "
         "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
-        "core.optimizer.GradScaler; LBFGS takes products of parts: use AdamW, SGD; a parameter that is applied "
-        "to this rank's heads or columns (a norm of each head) wants "
-        "core.tensor_parallel.sum_gradient(parameter, group) in forward; random numbers that a forward draws (noise, "
+        "core.optimizer.GradScaler; LBFGS takes products of parts: use AdamW, SGD; a parameter of this rank's own "
+        f"channels or heads (PReLU's, Mamba's A_log) wants {_layout_of_parts(shape, group.size)}; "
+        "one that all ranks hold alike and apply to their own heads or columns (a norm of each head) wants "
+        "core.tensor_parallel.sum_gradient(parameter, group) in forward; F.linear by hand with a column linear's "
+        "weight wants copy_to_tensor_region(x, group) before it; random numbers that a forward draws (noise, "
         "DropPath) want one seed on all tensor ranks; an adapter around a "
         "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"
     )

@@ -33,12 +33,26 @@ def sequence_shard(x: Tensor, group: Group) -> Tensor:
     return x[group.rank * rows : (group.rank + 1) * rows]
 
 
+def check_group(group: Any, function: str) -> None:
+    """Raise ValueError: it is no group of ours, and not None."""
+    if group is not None and not isinstance(group, Group):
+        raise ValueError(
+            f'{function} takes a group of ours, or None, not {type(group).__name__}: ps.group("tp") of a '
+            "ParallelState (parallel_state.current_state(), model.parallel), or place.group of Placement.of(ps)"
+        )
+
+
 def outside_graphs(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A graph break: collectives cannot be traced. With a group of None there is none, and no break."""
+    """A graph break: collectives cannot be traced. With a group of None there is none, and no break.
+
+    The function raises ValueError: its group is none of ours.
+    """
     without_compiler = torch.compiler.disable(function)
 
     @wraps(function)
     def call(x: Tensor, group: Group | None, *args: Any, **options: Any) -> Tensor:
+        if group is not None:
+            check_group(group, function.__name__)
         # asked at every call: the group of a layer may be None, and then compiled graphs go through
         breaks_graph = group is not None and torch.compiler.is_compiling()
         if breaks_graph:
@@ -262,6 +276,7 @@ def dropout_in_tensor_region(
     Every rank draws all of it from torch's generator, which must have one seed on all, and keeps its part. No
     collective. Shape unchanged.
     """
+    check_group(group, "dropout_in_tensor_region")
     if group is None or p == 0 or not training:
         return F.dropout(x, p, training)
     shape = list(x.shape)

@@ -184,7 +184,7 @@ class _Before:
         if group is not None:
             self.watch = SplitWatch(group, warns_of_hooks=False, after=after)
             self._activations = SplitActivations(group, compares_factors=True)
-        self._weights = SplitWeights(group) if group is not None else None
+        self._weights = SplitWeights(group, compares_factors=True) if group is not None else None
         self._forwards = 0
         # of the modules inside, and how many the program had when it was last looked
         self._hooks: list[dict] = []
@@ -203,8 +203,10 @@ class _Before:
             return
         refuse_transforms("a module of parallel layers")
         self.watch.check_before(module, self._shared_inputs(module, args, kwargs))
-        assert self._activations is not None
-        self._activations.compare_factors(next(module.parameters()).device)
+        assert self._activations is not None and self._weights is not None
+        device = next(module.parameters()).device
+        self._activations.compare_factors(device)
+        self._weights.compare_factors(device)
         self._look_inside(module)
 
     def _look_inside(self, module: nn.Module) -> None:

@@ -24,6 +24,11 @@ _REMEDIES = {
     "cut": "rows and columns by number are this rank's",
     "draw": "ranks that are seeded alike draw the same for their parts: give each a generator of its own",
 }
+_NUMBERS = (
+    "drawn or counted for this rank's sizes (`torch.randn(weight.shape)`) they are not the whole's. Make them for "
+    "the whole, of layout_of(weight).shape, and cut this rank's: whole.chunk(place.tp, dim)[place.rank] (place: "
+    "Placement.of(ps)); or draw from a generator of its own on each rank"
+)
 _WHOLE = (
     "core.tensor_parallel.full_tensor(weight) is the whole, with a gradient; a sum may go through "
     "reduce_from_tensor_region(sum, group), a largest value through all_reduce(x, op=MAX)"
@@ -39,7 +44,7 @@ class SplitWeights(SplitActivations):
     """Follows the split weights of modules during a forward, and tells once of each kind."""
 
     def __deepcopy__(self, memo: dict) -> "SplitWeights":
-        return SplitWeights(self._group)
+        return SplitWeights(self._group, compares_factors=self._compares_factors)
 
     def mark_in(self, *parts: nn.Module) -> None:
         """Until `release`; what the program computed of them is followed to where it is used, until `make_plain`."""
@@ -59,6 +64,16 @@ class SplitWeights(SplitActivations):
             elif tensor is not None:
                 kept.append(reference)
         self._marked = kept
+
+    def _tell_of_factors(self, found: str) -> None:
+        # the draw itself was told
+        if "draw" in self._told:
+            return
+        warnings.warn(
+            f"{found}, this tensor rank's part of a weight, takes numbers that differ from row to row or column to "
+            f"column and are the same on all {self._group.size} ranks, which hold other parts: {_NUMBERS}",
+            stacklevel=7,
+        )
 
     def _tell(self, finding: Finding) -> None:
         if finding.kind in self._told:

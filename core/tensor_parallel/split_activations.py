@@ -20,7 +20,7 @@ from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
 from core.parallel_state.collectives import Group
-from core.tensor_parallel.column_factors import ColumnFactors, message_of
+from core.tensor_parallel.column_factors import ColumnFactors, message_of, takes_summed
 from core.tensor_parallel.head_counts import whole_heads
 
 _REMEDIES = {
@@ -45,6 +45,11 @@ _REMEDIES = {
     "size": (
         "the size of a rank's part is another number than on one rank. Take that of all, `y.shape[-1] * place.tp`, "
         "or a number of the module's"
+    ),
+    "summed": (
+        "a parameter with an entry for each of this rank's columns is another one on each rank, and `sum_gradient` "
+        "adds their gradients as if it were one. Leave that out, and say what it is: core.parallel_state.layout."
+        'set_layout(parameter, Layout((n,), {"tp": 0})), n of all ranks'
     ),
     "again": "ColumnParallelLinear takes the whole x, the same on every rank: a RowParallelLinear comes first",
 }
@@ -81,6 +86,8 @@ class SplitActivations(Follower):
         # sizes of parts that C functions took
         self._as_floats: set[int] = set()
         self._hooks: list[Any] = []
+        # of parts that have backward hooks, by id: of each input its axes and shape, where it is followed
+        self._axes_between: dict[int, list[tuple[Axes, torch.Size] | None]] = {}
 
     def __deepcopy__(self, memo: dict) -> "SplitActivations":
         return SplitActivations(
@@ -135,14 +142,19 @@ class SplitActivations(Follower):
                 self._hooks.append(part.register_forward_hook(self._after_column, prepend=True))
             elif getattr(part, "input_is_split", False):
                 self._hooks.append(part.register_forward_pre_hook(self._before_row))
-            else:
-                continue
             # only where the program has some: torch puts a view around what such a module returns
+            if part._is_full_backward_hook is False:
+                continue
+            before, after = self._before_backward_hooks, self._after_backward_hooks
+            if part._backward_hooks or part._backward_pre_hooks:
+                self._hooks.append(part.register_forward_pre_hook(self._note_axes))
             if part._backward_hooks:
-                self._hooks.append(
-                    part.register_full_backward_hook(self._before_backward_hooks, prepend=True)
-                )
-                self._hooks.append(part.register_full_backward_hook(self._after_backward_hooks))
+                self._hooks.append(part.register_full_backward_hook(before, prepend=True))
+                self._hooks.append(part.register_full_backward_hook(after))
+            if part._backward_pre_hooks:
+                before_pre = self._before_backward_pre_hooks
+                self._hooks.append(part.register_full_backward_pre_hook(before_pre, prepend=True))
+                self._hooks.append(part.register_full_backward_pre_hook(after))
 
     def detach(self) -> None:
         """Take the hooks out, and make what was marked plain again."""
@@ -190,6 +202,12 @@ class SplitActivations(Follower):
 
         return hear
 
+    def _note_axes(self, module: nn.Module, args: tuple) -> None:
+        """How a part between linears is given what is followed: so are its gradients."""
+        followed = [(x.axes, x.shape) if isinstance(x, SplitTensor) else None for x in args]
+        if any(followed):
+            self._axes_between[id(module)] = followed
+
     def _before_backward_hooks(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
         if getattr(module, "input_is_split", False):
             gradient = grad_input[0]
@@ -197,10 +215,24 @@ class SplitActivations(Follower):
                 self.mark(
                     gradient, split_axes.axes_of_columns(gradient.shape, gradient.shape[-1:], 0)
                 )
-        else:
-            self._after_column(module, (), grad_output[0])
+            return
+        followed = self._axes_between.get(id(module), [])
+        for gradient, known in zip(grad_input, followed, strict=False):
+            if known is not None and isinstance(gradient, Tensor):
+                self.mark(gradient, known[0])
+        self._before_backward_pre_hooks(module, grad_output)
 
-    def _after_backward_hooks(self, module: nn.Module, grad_input: Any, grad_output: Any) -> None:
+    def _before_backward_pre_hooks(self, module: nn.Module, grad_output: Any) -> None:
+        if getattr(module, "split_output", None) is not None:
+            self._after_column(module, (), grad_output[0])
+            return
+        for gradient in grad_output:
+            # of what returns another shape nothing is known
+            for known in filter(None, self._axes_between.get(id(module), [])):
+                if isinstance(gradient, Tensor) and gradient.shape == known[1]:
+                    self.mark(gradient, known[0])
+
+    def _after_backward_hooks(self, module: nn.Module, *gradients: Any) -> None:
         self.make_plain()
 
     def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -245,6 +277,8 @@ class SplitActivations(Follower):
                 self._factors.note(name, inputs, args, kwargs, result)
         if scales_by_a_part(name, (args, kwargs), self._as_floats):
             self._tell(Finding("size", name, tuple(inputs[0].shape)))
+        if not self._message and takes_summed(name, inputs[0], (args, kwargs)):
+            self._tell(Finding("summed", name, tuple(inputs[0].shape)))
         try:
             outcome = split_functions.outcome_of(func, name, args, kwargs, result)
         except Exception:

@@ -23,6 +23,7 @@ from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
 from core.tensor_parallel.differences import BATCH, difference_message
+from core.tensor_parallel.hooked_gradients import HookedGradients
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
 from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
 
@@ -81,7 +82,13 @@ class SplitWatch:
         self._forwards = 0
         self._warned_of_hooks = not (warns_of_hooks and group is not None)
         # what hooks on modules between split ones are given
-        self._hooked_parts = HookedParts(group, self._warn_of_hook) if group is not None else None
+        self._hooked_parts: HookedParts | None = None
+        self._hooked_gradients: HookedGradients | None = None
+        if group is not None and warns_of_hooks:
+            self._hooked_parts = HookedParts(group, self._warn_of_hook)
+            self._hooked_gradients = HookedGradients(
+                group, partial(self._warn_of_hook, what="a backward hook")
+            )
         self._warned_of_parts = False
         # observes arithmetic between forwards
         self._by_hand: ByHand | None = None
@@ -108,8 +115,7 @@ class SplitWatch:
         """
         if self._by_hand is not None:
             self._by_hand.close()
-        if self._hooked_parts is not None:
-            self._hooked_parts.detach()
+        self._detach_from_hooks()
         # under torch.func's transforms values cannot be compared
         if torch._C._are_functorch_transforms_active():
             return
@@ -143,8 +149,7 @@ class SplitWatch:
         outputs: those that want a gradient. are_replicated: every tensor rank has all of them, so that their
         gradients must be the same on all; None: those that have the same values are.
         """
-        if self._hooked_parts is not None:
-            self._hooked_parts.detach()
+        self._detach_from_hooks()
         self._forwards_with_gradients += 1
         is_compared = not self._forwards_with_gradients & (self._forwards_with_gradients - 1)
         by_hand = self.observe(module, look_again=is_compared)
@@ -155,6 +160,8 @@ class SplitWatch:
 
     def listen_again(self) -> None:
         """After a forward without gradients: as before it."""
+        if not torch.compiler.is_compiling():
+            self._detach_from_hooks()
         if self._by_hand is not None and not torch.compiler.is_compiling():
             self._by_hand.open(self._split_parameters())
 
@@ -206,10 +213,14 @@ class SplitWatch:
 
     def _look_at_hooks(self, module: nn.Module) -> None:
         """A user's forward hook sees shards: what it does with them is followed, or told at once, under
-        sequence parallelism, where parameters that it brings along have no layout as well."""
-        if self._warned_of_hooks or self._hooked_parts is None:
+        sequence parallelism, where parameters that it brings along have no layout as well. What backward
+        hooks do with gradients is followed."""
+        if self._hooked_parts is None or self._hooked_gradients is None:
             return
         split = modules_between_split(module)
+        self._hooked_gradients.attach(module, split, has_rows=self._sums_foreign)
+        if self._warned_of_hooks:
+            return
         if not self._sums_foreign:
             self._hooked_parts.attach(module, split)
             return
@@ -218,13 +229,18 @@ class SplitWatch:
                 self._warn_of_hook(name, _HOOK_OF_PARTS if name in split else _HOOK_OF_ROWS)
                 return
 
-    def _warn_of_hook(self, name: str, seen: str = _HOOK_OF_PARTS) -> None:
+    def _detach_from_hooks(self) -> None:
+        if self._hooked_parts is not None and self._hooked_gradients is not None:
+            self._hooked_parts.detach()
+            self._hooked_gradients.detach()
+
+    def _warn_of_hook(
+        self, name: str, seen: str = _HOOK_OF_PARTS, *, what: str = "a forward hook"
+    ) -> None:
         if not self._warned_of_hooks:
             self._warned_of_hooks = True
             remedy = _USED_IN_ROWS if self._sums_foreign else ""
-            warnings.warn(
-                f"a forward hook on {name or 'the model'} sees {seen}{remedy}", stacklevel=6
-            )
+            warnings.warn(f"{what} on {name or 'the model'} sees {seen}{remedy}", stacklevel=6)
 
     def _compare(self, group: Group, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         named = list(module.named_parameters())
@@ -257,7 +273,10 @@ class SplitWatch:
         if differs.any():
             column = int(differs.nonzero()[0])
             other = int((gathered[:, column] != gathered[0, column]).nonzero()[0])
-            raise ValueError(difference_message(group, labels[column], other, self._forwards))
+            shapes = [x.shape for x in (*inputs, *(p for _, p in replicated))]
+            raise ValueError(
+                difference_message(group, labels[column], other, self._forwards, shapes[column])
+            )
         split_sums = gathered[:, len(labels) :]
         # parts that are all equal were drawn or broadcast as if they were whole
         if split_sums[0].any() and (split_sums == split_sums[0]).all():

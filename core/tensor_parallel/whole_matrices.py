@@ -56,7 +56,7 @@ class _OptimizerWatch:
         name = type(optimizer).__name__
         model = self._model()
         is_ours = type(optimizer).__module__.startswith("core.")
-        is_right = name in _ELEMENTWISE or is_ours
+        is_right = name in _ELEMENTWISE or is_ours or _is_around_another(optimizer)
         if model is None or self._warned or is_right or self._optimizer is not None:
             return
         optimized_ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -113,6 +113,12 @@ class _OptimizerWatch:
             "SGD, Lion) are right; core.optimizer.ShardedMuon, ShardedLamb, ShardedAdafactor know the matrices",
             stacklevel=4,
         )
+
+
+def _is_around_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is torch's (ZeroRedundancyOptimizer), and steps another one, which is judged in its own step."""
+    inner = getattr(optimizer, "optim", None)
+    return not is_foreign(type(optimizer)) and isinstance(inner, torch.optim.Optimizer)
 
 
 def _is_split(parameter: nn.Parameter) -> bool:

@@ -15,6 +15,7 @@ from core.tensor_parallel import (
     RowParallelLinear,
     VocabParallelEmbedding,
     copy_to_tensor_region,
+    dropout_in_tensor_region,
     gather_from_sequence_region,
     gather_from_tensor_region,
     padded_vocab_rows,
@@ -22,6 +23,8 @@ from core.tensor_parallel import (
     reduce_scatter_to_sequence_region,
     scatter_to_sequence_region,
     scatter_to_tensor_region,
+    sum_gradient,
+    vocab_parallel_cross_entropy,
 )
 from tests.parity.whole import assert_same, whole
 from tests.states import state
@@ -248,3 +251,23 @@ def test_a_models_layer_is_loudly_empty_until_it_is_filled():
     initialize_parameters(layer, seed=1, coordinate={}, sizes={})
     assert layer(torch.ones(1, 1, 4)).isfinite().all()
     assert layer.weight.parallel_layout == Layout((6, 4), {"tp": 0})
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        copy_to_tensor_region,
+        reduce_from_tensor_region,
+        scatter_to_tensor_region,
+        gather_from_tensor_region,
+        scatter_to_sequence_region,
+        gather_from_sequence_region,
+        reduce_scatter_to_sequence_region,
+        sum_gradient,
+        lambda x, group: dropout_in_tensor_region(x, 0.1, group),
+        lambda x, group: vocab_parallel_cross_entropy(x, torch.zeros(S, B, dtype=torch.long), group),
+    ],
+)
+def test_a_group_of_torch_is_answered_with_ours(mapping):
+    with pytest.raises(ValueError, match=r'group of ours.*not ProcessGroup: ps.group\("tp"\)'):
+        mapping(torch.randn(S, B, H, requires_grad=True), dist.ProcessGroup(0, 1))

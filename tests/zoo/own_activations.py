@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from core.parallel_state.layout import Layout, set_layout
 from core.tensor_parallel import (
     ColumnParallelLinear,
     dropout_in_tensor_region,
@@ -102,6 +103,28 @@ class ByHand(Attention):
         return self.out(y.permute(0, 2, 1, 3).reshape(b, s, -1))
 
 
+class Channels(Feedforward):
+    """PReLU with a slope for each of this rank's columns. mark(slope): what is said of it where it is made."""
+
+    def __init__(self, place, mark=lambda slope: None, has_summed_slope=False):
+        super().__init__(place)
+        self.slope = nn.Parameter(torch.full((FFN // place.tp,), 0.25))
+        self.group = place.group if has_summed_slope else None
+        mark(self.slope)
+
+    def forward(self, x):
+        y = self.up(x)
+        return self.down(torch.where(y > 0, y, y * sum_gradient(self.slope, self.group)))
+
+
+def channels(**how):
+    return weights(train, feedforward=lambda place: Channels(place, **how))
+
+
+def split_by_rows(parameter):
+    set_layout(parameter, Layout((FFN,), {"tp": 0}))
+
+
 class Queries(Attention):
     """Fewer keys and values than queries, each in a matrix of its own."""
 
@@ -193,6 +216,21 @@ class Hooked(Feedforward):
             self.down.register_full_backward_hook(lambda module, gradients, _: (backward(gradients[0]),))
 
 
+class HookedBetween(Feedforward):
+    """A program's backward hook, or pre-hook, on the activation between the linears."""
+
+    def __init__(self, place, backward, pre):
+        super().__init__(place, nn.GELU())
+        if pre:
+            self.between.register_full_backward_pre_hook(lambda module, gradients: (backward(gradients[0]),))
+        else:
+            self.between.register_full_backward_hook(lambda module, gradients, _: (backward(gradients[0]),))
+
+
+def hooked_between(backward, pre=False):
+    return weights(train, feedforward=lambda place: HookedBetween(place, backward, pre))
+
+
 def hooked(**hooks):
     return weights(train, feedforward=lambda place: Hooked(place, **hooks))
 
@@ -250,6 +288,7 @@ def refused(what, run, says, remedy):
     return Case(what, run, "refused", says, remedy, elsewhere={ONE: ("right", "")})
 
 
+SPLIT = '`set_layout(parameter, Layout((n,), {"tp": 0}))` of `core.parallel_state.layout`'
 REDUCED = "gather_from_tensor_region"
 
 CASES = [
@@ -260,6 +299,16 @@ CASES = [
         "sum_gradient",
         "`core.tensor_parallel.sum_gradient(weight, group)`",
     ),
+    refused(
+        "a slope for each of a rank's columns (PReLU)",
+        channels(),
+        r"set_layout.*Layout\(\(32,\), \{.tp.: 0\}\)",
+        SPLIT,
+    ),
+    told(
+        "a slope for each of a rank's columns by `sum_gradient`", channels(has_summed_slope=True), SPLIT, "set_layout"
+    ),
+    Case("a slope for each of a rank's columns, with a layout", channels(mark=split_by_rows)),
     Case("attention with fewer keys and values", weights(train, attention=Queries)),
     told(
         "all heads on a rank's columns, `view(b, s, 3, self.n_head, -1)`",
@@ -297,6 +346,9 @@ CASES = [
     told("a backward hook on the second linear, a norm of its gradient", hooked(backward=small), GATHER, REDUCED),
     told("a backward hook on the first linear, a norm is printed", hooked(look=seen), GATHER, REDUCED),
     told("`y.register_hook`, a norm of the gradient", by_tensor_hook(small), GATHER, REDUCED),
+    told("a backward hook between the linears, a norm", hooked_between(small), GATHER, REDUCED),
+    told("a backward pre-hook between the linears, a norm", hooked_between(small, pre=True), GATHER, REDUCED),
+    Case("a backward hook between the linears, `g * 2`", hooked_between(lambda g: g * 2)),
     Case("a forward hook on the first linear, `y * 2`", hooked(forward=lambda y: y * 2)),
     Case("a backward hook on the second linear, `g * 2`", hooked(backward=lambda g: g * 2)),
     Case("`y.register_hook(lambda g: g.clamp(-1e-3, 1e-3))`", by_tensor_hook(lambda g: g.clamp(-1e-3, 1e-3))),

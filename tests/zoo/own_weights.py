@@ -7,22 +7,27 @@ from core.parallel_state import ParallelState
 from core.tensor_parallel import copy_to_tensor_region, full_tensor, reduce_from_tensor_region
 from tests.states import state
 from tests.zoo.case import Case
-from tests.zoo.own_model import ONE, Feedforward, batch, train, weights
+from tests.zoo.own_model import FFN, ONE, Feedforward, H, batch, train, weights
 
+DRAWN = "noise of the whole, `whole.chunk(place.tp, dim)[place.rank]`, or a generator per rank"
+ALIKE = "part of a weight.*same on all 2 ranks.*place.rank"
 FULL = "`core.tensor_parallel.full_tensor(weight)`"
 
 
 class ByWeight(Feedforward):
     """The first linear by hand, with `function(weight)`; a penalty of its weight, `penalty_of(weight, place)`."""
 
-    def __init__(self, place, function=lambda w: w, penalty_of=None):
+    def __init__(self, place, function=lambda w: w, penalty_of=None, copies=True):
         super().__init__(place)
+        self.copies = copies
         self.function, self.penalty_of, self.place, self.penalty = function, penalty_of, place, 0.0
 
     def forward(self, x):
         if self.penalty_of is not None:
             self.penalty = self.penalty_of(self.up.weight, self.place)
-        y = F.linear(copy_to_tensor_region(x, self.place.group), self.function(self.up.weight), self.up.bias)
+        if self.copies:
+            x = copy_to_tensor_region(x, self.place.group)
+        y = F.linear(x, self.function(self.up.weight), self.up.bias)
         return self.down(F.gelu(y))
 
 
@@ -49,6 +54,40 @@ def rounded(w, scale):
 def whole_norm(weight, place):
     ps = state(tp=place.tp) if place.tp > 1 else ParallelState.single("cpu")
     return full_tensor(weight, parallel=ps).norm()
+
+
+class Noisy(ByWeight):
+    """Noise on the first weight, `draw(weight, place)` (NoisyNet, Bayes by backprop)."""
+
+    def __init__(self, place, draw):
+        super().__init__(place, lambda w: w + 0.1 * draw(w, place))
+
+
+def noisy(draw):
+    def program(model):
+        torch.manual_seed(4)
+        train(model)
+
+    return weights(program, feedforward=lambda place: Noisy(place, draw))
+
+
+def cut_noise(w, place):
+    return torch.randn(FFN, H).chunk(place.tp)[place.rank]
+
+
+def noise_of_rank(w, place):
+    """A generator per rank: which of its rows the whole would get is seen where the draws are put together."""
+    generators = [torch.Generator().manual_seed(7 + rank) for rank in range(2)]
+    rows = FFN // 2
+    drawn = [torch.empty(rows, H, dtype=w.dtype).normal_(generator=generator) for generator in generators]
+    return torch.cat(drawn).chunk(place.tp)[place.rank]
+
+
+def filled_by_rank(w, place):
+    """The same of what is made like the weight."""
+    if place.tp == 1:
+        return noise_of_rank(w, place)
+    return torch.zeros_like(w).normal_(generator=torch.Generator().manual_seed(7 + place.rank))
 
 
 def late(function):
@@ -123,10 +162,52 @@ CASES = [
     told("`self.up.weight.pow(2).sum()` in forward", penalized(lambda w, place: w.pow(2).sum())),
     told("a quantiser's scale in forward, `weight.abs().max()`", used(lambda w: rounded(w, w.detach().abs().max()))),
     told("a weight over its norm in forward", used(lambda w: w / w.norm())),
+    told("noise in forward, `torch.randn(weight.shape)`", noisy(lambda w, place: torch.randn(w.shape)), DRAWN, ALIKE),
+    told(
+        "noise in forward, `torch.normal(0, 1, size=weight.size())`",
+        noisy(lambda w, place: torch.normal(0.0, 1.0, size=w.size())),
+        DRAWN,
+        ALIKE,
+    ),
+    told(
+        "noise in forward, by rows and columns (NoisyNet)",
+        noisy(lambda w, place: torch.outer(torch.randn(w.shape[0]), torch.randn(w.shape[1]))),
+        DRAWN,
+        ALIKE,
+    ),
+    told(
+        "a mask in forward, `torch.rand(weight.shape) > p`",
+        noisy(lambda w, place: (torch.rand(w.shape) > 0.2).to(w.dtype)),
+        DRAWN,
+        ALIKE,
+    ),
+    told(
+        "noise in forward, `torch.zeros_like(weight).normal_()`",
+        noisy(lambda w, place: torch.zeros_like(w).normal_()),
+        "a generator of its own on each rank",
+        "seeded alike",
+    ),
+    told(
+        "noise in forward, `zeros_like(weight).normal_(generator=g)`, g seeded alike",
+        noisy(lambda w, place: torch.zeros_like(w).normal_(generator=torch.Generator().manual_seed(7))),
+        "a generator of its own on each rank",
+        ALIKE,
+    ),
+    Case("noise of the whole weight in forward, cut", noisy(cut_noise)),
+    Case("noise in forward by a generator per rank", noisy(noise_of_rank)),
+    Case("noise in forward, `zeros_like(weight).normal_(generator=g)`, g of the rank", noisy(filled_by_rank)),
     Case("`full_tensor(weight).norm()` in forward", penalized(whole_norm)),
     Case(
         "a sum of a weight by `reduce_from_tensor_region` in forward",
         penalized(lambda w, place: reduce_from_tensor_region(w.pow(2).sum(), place.group)),
+    ),
+    Case(
+        "a linear by hand without `copy_to_tensor_region`",
+        weights(train, feedforward=lambda place: ByWeight(place, copies=False)),
+        "refused",
+        r"copy_to_tensor_region\(x, group\)",
+        "`core.tensor_parallel.copy_to_tensor_region(x, group)` before it",
+        elsewhere={ONE: ("right", "")},
     ),
     Case("a linear by hand with `weight * 2`, `weight.t()`", used(lambda w: (w.t() * 2).mT)),
     Case(

@@ -1,6 +1,7 @@
 """Loops, tools of autograd and hooks on a model that ranks share."""
 
 import copy
+from functools import partial
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from tests.zoo.split_model import (
     gradients,
     loss_of,
     models,
+    only_split,
     results,
     sgd,
     train,
@@ -231,6 +233,34 @@ def features(model):
     return {n: gather_from_sequence_region(y, group) for n, y in kept.items()}
 
 
+def in_backward(module, change, *, pre=False):
+    """A backward hook on a module with `change(gradient, rows)`; rows: makes all rows of a gradient of some."""
+
+    def program(model):
+        group = model.place.group if model.place.splits_sequence else None
+        part = model.get_submodule(module)
+        rows = partial(gather_from_sequence_region, group=group, to_tensor_region=False)
+        if pre:
+            part.register_full_backward_pre_hook(lambda module, gy: (change(gy[0], rows), *gy[1:]))
+        else:
+            part.register_full_backward_hook(lambda module, gx, gy: (change(gx[0], rows), *gx[1:]))
+        train(model)
+
+    return weights(program)
+
+
+def clipped(gradient, rows):
+    return gradient * (1e-3 / gradient.norm()).clamp(max=1)
+
+
+def clipped_by_all(gradient, rows):
+    return gradient * (1e-3 / rows(gradient).norm()).clamp(max=1)
+
+
+LAYER, HEADS = "decoder.layers.1", "decoder.layers.1.self_attention.core_attention"
+OF_ROWS = {SEQUENCE: ("told", "norm in a backward hook.*rows.*gather_from_sequence_region")}
+OF_COLUMNS = only_split("told", "gather_from_tensor_region")
+ALL_ROWS = "`gather_from_sequence_region(g, group, to_tensor_region=False)`"
 HOOKED = {SEQUENCE: ("told", r"this rank's rows, \[s/tp, b, h\]")}
 CASES = [
     Case("Gradient accumulation", weights(accumulated)),
@@ -277,6 +307,33 @@ CASES = [
     Case("`torch.profiler`", gradients(profiled)),
     Case("`retain_graph=True` over the layers", gradients(retained)),
     Case("Hooks on modules and parameters that change values", gradients(hooked), elsewhere=HOOKED),
+    Case(
+        "A layer's gradient by its norm, in a backward hook",
+        in_backward(LAYER, clipped),
+        "right",
+        "",
+        ALL_ROWS,
+        OF_ROWS,
+    ),
+    Case(
+        "A layer's gradient by its norm, in a backward pre-hook",
+        in_backward(LAYER, clipped, pre=True),
+        "right",
+        "",
+        ALL_ROWS,
+        OF_ROWS,
+    ),
+    Case("A layer's gradient by the norm of all rows, in a backward hook", in_backward(LAYER, clipped_by_all)),
+    Case("A layer's gradient clamped, in a backward hook", in_backward(LAYER, lambda g, rows: g.clamp(-1e-3, 1e-3))),
+    Case(
+        "The attention's gradient by its norm, in a backward hook",
+        in_backward(HEADS, clipped),
+        elsewhere=OF_COLUMNS,
+        remedy="`gather_from_tensor_region`",
+    ),
+    Case(
+        "The attention's gradient halved, in a backward pre-hook", in_backward(HEADS, lambda g, rows: g / 2, pre=True)
+    ),
     Case("Hooks on tensors", gradients(tensor_hook), elsewhere=HOOKED),
     Case("A hook on every module (`register_module_forward_hook`)", gradients(global_hook)),
     Case(

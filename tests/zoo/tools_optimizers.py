@@ -3,6 +3,7 @@
 import copy
 
 import torch
+import torch.distributed as dist
 
 from core.optimizer import GradScaler, clip_grad_norm_, get_grad_norm
 from tests.zoo.case import Case
@@ -26,6 +27,22 @@ optim = torch.optim
 def with_optimizer(kind, **arguments):
     # without biases: that of a key has no gradient but rounding, of which Adam and Rprop make whole steps
     return weights(lambda model: train(model, kind(model.parameters(), **arguments)), style="llama")
+
+
+def zero_redundancy(kind, **arguments):
+    """torch's own, over this model's data group, which is of one rank here."""
+
+    def make(parameters):
+        # torch's needs a process group, which a world of one rank has none of
+        if not dist.is_initialized():
+            return kind(parameters, **arguments)
+        # its import warns
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        group, _ = dist.new_subgroups(1)
+        return ZeroRedundancyOptimizer(parameters, kind, process_group=group, **arguments)
+
+    return weights(lambda model: train(model, make(model.parameters())), style="llama")
 
 
 def no_decay_for_vectors(model):
@@ -149,6 +166,14 @@ CASES = [
         with_optimizer(optim.Adafactor, lr=LR),
         "told",
         r"\[groups, heads, d, h\]",
+        remedy="elementwise optimizers",
+    ),
+    Case("torch's `ZeroRedundancyOptimizer` of AdamW over the data group", zero_redundancy(optim.AdamW, lr=LR)),
+    Case(
+        "torch's `ZeroRedundancyOptimizer` of Adafactor over the data group",
+        zero_redundancy(optim.Adafactor, lr=LR),
+        "told",
+        "Adafactor may look at a matrix as a whole",
         remedy="elementwise optimizers",
     ),
     Case("AdamW with `fused=True`", with_optimizer(optim.AdamW, lr=LR, fused=True)),

@@ -47,7 +47,7 @@ _REDUCTIONS = {
 }
 _DRAWS = """
     dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand_like randn_like
-    bernoulli normal uniform exponential gumbel_softmax rrelu multinomial
+    bernoulli normal uniform exponential cauchy geometric log_normal gumbel_softmax rrelu multinomial
 """
 _KINDS = {
     "draw": _DRAWS,
@@ -105,6 +105,9 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     if not split_axes.is_split(axes):
         return None
     kind = _KIND_OF.get(name)
+    # normal_ draws as normal does
+    if _KIND_OF.get(name.rstrip("_")) == "draw":
+        kind, name = "draw", name.rstrip("_")
     if kind == "exit":
         return Finding("exit", name, shape)
     # every tensor rank would draw the same mask for other columns, or other masks for the same ones
@@ -170,6 +173,9 @@ def _normalized(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
 def _draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    # what a generator draws is compared over the ranks instead: each may have its own
+    if kwargs.get("generator") is not None:
+        return False
     if "dropout" not in name:
         return True
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
