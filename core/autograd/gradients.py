@@ -9,7 +9,13 @@ from torch.nn import Parameter
 
 def has_main_grad(parameter: Tensor) -> bool:
     """Whether somebody (data parallelism, mostly) owns a buffer that gradients of `parameter` are added to."""
-    return getattr(parameter, "main_grad", None) is not None
+    gradient = getattr(parameter, "main_grad", None)
+    return gradient is not None and not is_shown(gradient)
+
+
+def is_shown(gradient: Tensor | None) -> bool:
+    """Whether a `main_grad` is but another name of `.grad`, for programs that read it."""
+    return getattr(gradient, "is_shown", False)
 
 
 def owner_changed(parameter: Tensor) -> None:
@@ -27,7 +33,7 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
     """
     take = getattr(parameter, "take_main_grad", None)
     gradient: Tensor | None = take() if take is not None else getattr(parameter, "main_grad", None)
-    return gradient
+    return None if is_shown(gradient) else gradient
 
 
 def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
@@ -38,8 +44,8 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
     """
     if not parameter.is_leaf or parameter._backward_hooks or torch.is_grad_enabled():
         return False
-    # asked for every linear of a step: without a call
-    if parameter._post_accumulate_grad_hooks and getattr(parameter, "main_grad", None) is None:
+    # asked for every linear of a step
+    if parameter._post_accumulate_grad_hooks and not has_main_grad(parameter):
         return False
     # the region asks for all gradients, and passes them on
     if region is not None and region.in_backward:

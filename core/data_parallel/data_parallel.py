@@ -244,6 +244,7 @@ class DataParallel(BesideModule, GradSync):
         self._gradient_sums.refuse_second()
         new = new_parameters(self._stages, self._gradient_sums.known)
         refuse_unknown(self._gradient_sums.unknown(new), self.module)
+        self._steps += not self._gradient_sums.is_counted
         self._gradient_sums.finish()
         for buffer in self.buffers:
             buffer.complete()
@@ -258,7 +259,6 @@ class DataParallel(BesideModule, GradSync):
         self.missing = without_gradient(self._gradient_sums.slots)
         if self.require_gradients:
             refuse_unused(self._unused, self.ps.world)
-        self._steps += 1
         if self._check_every and self._steps % self._check_every == 0:
             # before an update: after it every rank has just been sent the same
             self.check_replicas()
@@ -311,7 +311,7 @@ class DataParallel(BesideModule, GradSync):
     def _meet(self, asked_for: str, facts: Any) -> None:
         """Before values of `p.grad` are read from other ranks, on gloo: all must ask alike."""
         if self.agreement.is_needed:
-            self.agreement.meet(asked_for, facts, self._steps)
+            self.agreement.meet(asked_for, facts, self._steps - self._gradient_sums.is_counted)
 
     def _adopt_weights(self) -> None:
         self.wait()

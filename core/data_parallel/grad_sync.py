@@ -90,7 +90,7 @@ class GradientSums:
         self._told_of_graph = False
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
         # whether a part of what is to be summed has been summed before
-        self.goes_on = False
+        self.goes_on = self._adds_to_step = False
         # those that the program has zeroed since their sums ended
         self.zeroed_by_hand = set[ParameterSlot]()
         self._begin_plain()
@@ -244,6 +244,8 @@ class GradientSums:
             return False
         go_on(self.slots, self.changes)
         self._unsum()
+        # after an update it is of the next step, of which nobody has zeroed the gradients
+        self._adds_to_step = self.phase is Phase.SUMMED
         self.phase, self.goes_on = Phase.OPEN, True
         self.zeroed_by_hand.clear()
         # the next sums begin with `finish`, or with rounds of their own
@@ -335,6 +337,11 @@ class GradientSums:
         if not self._divided:
             self._rounds[stage].end()
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether this step was finished before: its sums are there, or a backward adds to them."""
+        return self.phase is not Phase.OPEN or self._adds_to_step
+
     def finish(self) -> None:
         """Start the sums that have not started, and wait for all."""
         if self.goes_on:
@@ -373,6 +380,6 @@ class GradientSums:
                 slot.fetched = None
                 slot.renew()
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
-        self.goes_on = False
+        self.goes_on = self._adds_to_step = False
         self.zeroed_by_hand.clear()
         self._begin_plain()

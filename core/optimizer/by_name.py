@@ -39,14 +39,16 @@ def is_frozen(config: OptimizerConfig, name: str) -> bool:
 
 
 def groups_by_name(config: OptimizerConfig, names: Iterable[str]) -> list[dict[str, Any]]:
-    """Param groups for `Groups`: as many on every rank, whichever of the names it holds."""
+    """Param groups for `Groups`: as many on every rank, whichever of the names it holds; first that of the rest."""
+    if not config.lr_multipliers and not config.weight_decays:
+        return []
     members: dict[tuple[str | None, str | None], list[str]] = {}
     for name in names:
         key = _last_match(config.lr_multipliers, name), _last_match(config.weight_decays, name)
         members.setdefault(key, []).append(name)
-    groups: list[dict[str, Any]] = []
+    # number 0 has the configuration's own rate
+    groups: list[dict[str, Any]] = [{"rest": True}]
     for rate, decay in product((None, *config.lr_multipliers), (None, *config.weight_decays)):
-        # group 0, which takes the rest
         if rate is None and decay is None:
             continue
         group: dict[str, Any] = {"names": members.get((rate, decay), []), "may_be_empty": True}

@@ -11,22 +11,27 @@ from torch import Tensor
 from core.data_parallel import DataParallel
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.state.flat_shard import default_decays
+from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import layout_of
 
 # options of torch's optimizers that change the update, and that not all of ours have
 _TORCH_OPTIONS = ("nesterov", "amsgrad", "maximize", "dampening", "differentiable")
+# what a given group says of its members
+_MEMBERS = ("names", "params", "may_be_empty", "rest")
 GroupOptions = Sequence[Mapping[str, Any]]
 
 
 class Groups:
-    """Group 0 holds every parameter that none of the given groups takes.
+    """The given groups in their order, as in torch; then, if they leave parameters over on any rank, one of the rest.
 
     group_options: dicts as torch's, with "names" (patterns of parameter names) or "params", and options of their own.
     A group that states weight_decay decays all of its parameters, as in torch. "may_be_empty": one whose parameters
-    all lie on other ranks.
+    all lie on other ranks. "rest": True in the place of names: the group of what no other takes, wherever it stands.
     all: `param_groups`. number_of: parameter name -> number of its group. decay_everything: numbers of the groups
-    that decay all of theirs. spares: biases and norms do not decay, by default.
-    Raises ValueError: a pattern or parameter that is none of the shard's, an option that no group has.
+    that decay all of theirs. rest: number of the group of the rest, or None. spares: biases and norms do not decay,
+    by default.
+    Collective when it is made. Raises ValueError: a pattern or parameter that is none of the shard's, an option that
+    no group has.
     """
 
     def __init__(
@@ -43,36 +48,29 @@ class Groups:
         self.leaves_out_skipped = self._schedule.leaves_out_skipped
         self._known_options = defaults.keys()
         named = shard.named_parameters()
-        self.number_of = dict.fromkeys(named, 0)
-        self.all: list[dict[str, Any]] = [dict(defaults)]
-        # group 0 is the configuration's own
-        for number, stated in enumerate(group_options, 1):
-            options = {
-                key: value
-                for key, value in stated.items()
-                if key not in ("names", "params", "may_be_empty")
-            }
-            if unknown := options.keys() - defaults.keys() - {"name"}:
-                raise ValueError(
-                    f"param group {number} has {', '.join(sorted(unknown))}; known are names, params, name, "
-                    f"{', '.join(defaults)}"
-                )
-            self.all.append({**defaults, **options})
-            for name in _member_names(stated, named, number):
-                self.number_of[name] = number
+        given = list(group_options)
+        self.all: list[dict[str, Any]] = [
+            _options_of(number, stated, defaults) for number, stated in enumerate(given)
+        ]
+        self.rest = next((number for number, of in enumerate(given) if of.get("rest")), None)
+        self.number_of = _numbers_of_names(given, named, self.rest)
+        # as many groups on every rank: stages of a pipeline hold other parameters
+        has_rest = not given or len(self.number_of) < len(named)
+        if any(all_gather_objects(has_rest, shard.ps.world)) and self.rest is None:
+            self.rest = len(self.all)
+            self.all.append(dict(defaults))
+        if self.rest is not None:
+            self.number_of = {name: self.number_of.get(name, self.rest) for name in named}
         for number, group in enumerate(self.all):
             group["params"] = [
-                named[name]
-                for name, group_number in self.number_of.items()
-                if group_number == number
+                parameter for name, parameter in named.items() if self.number_of[name] == number
             ]
         self._sizes = [len(group["params"]) for group in self.all]
 
         # Decay: which groups decay everything, and which have biases and norms that are spared.
         self._decays = [group["weight_decay"] for group in self.all]
-        stated_decay = enumerate(group_options, 1)
         self.decay_everything = {
-            number for number, stated in stated_decay if "weight_decay" in stated
+            number for number, stated in enumerate(given) if "weight_decay" in stated
         }
         self._with_spared: set[int] = set()
         if spares:
@@ -174,22 +172,22 @@ class Groups:
         return []
 
     def state(self) -> list[dict[str, Any]]:
-        """The options of each group, for a checkpoint; numbers only."""
-        return [_numbers(group) for group in self.all]
+        """The options of each group, for a checkpoint; numbers only, in the order of `saved_order`."""
+        return saved_order([_numbers(group) for group in self.all], self.rest)
 
     def load(self, state: Sequence[Mapping[str, Any]], *, step: int) -> None:
         """What `state` gave. Raises ValueError: another number of groups."""
-        if len(state) != len(self.all):
+        given = [number for number in range(len(self.all)) if number != self.rest]
+        if len(state) != 1 + len(given):
             raise ValueError(
-                f"{len(state)} param_groups were saved, this optimizer has {len(self.all)}; make it with the same"
+                f"{len(state) - 1} param_groups beside that of the rest were saved, this optimizer has {len(given)}; "
+                "make it with the same groups="
             )
-        for group, saved in zip(self.all, state, strict=True):
-            for key, value in saved.items():
-                if key not in ("params", "name"):
-                    if isinstance(value, list):
-                        group[key] = tuple(value)
-                    else:
-                        group[key] = value
+        for number, saved in zip((self.rest, *given), state, strict=True):
+            if number is not None:
+                for key, value in saved.items():
+                    if key not in ("params", "name"):
+                        self.all[number][key] = tuple(value) if isinstance(value, list) else value
         # rates that are not the schedule's at this step were set from outside when they were saved
         if self._follows_schedule:
             rate = self._schedule.at(step)
@@ -226,6 +224,36 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
         "eps": config.adam_eps,
         "weight_decay": config.weight_decay,
     }
+
+
+def saved_order(groups: Sequence[Mapping[str, Any]], rest: int | None) -> list[Any]:
+    """The order that checkpoints have: the group of the rest, or what stands for it, then the given ones."""
+    first = groups[0 if rest is None else rest]
+    return [first, *[group for number, group in enumerate(groups) if number != rest]]
+
+
+def _options_of(
+    number: int, stated: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All options of a given group. Raises ValueError: one that no group has."""
+    options = {key: value for key, value in stated.items() if key not in _MEMBERS}
+    if unknown := options.keys() - defaults.keys() - {"name"}:
+        raise ValueError(
+            f"param group {number} has {', '.join(sorted(unknown))}; known are names, params, name, "
+            f"{', '.join(defaults)}"
+        )
+    return {**defaults, **options}
+
+
+def _numbers_of_names(
+    given: GroupOptions, named: Mapping[str, Any], rest: int | None
+) -> dict[str, int]:
+    """Parameter name -> number of the given group that takes it."""
+    number_of = {}
+    for number, stated in enumerate(given):
+        if number != rest:
+            number_of.update(dict.fromkeys(_member_names(stated, named, number), number))
+    return number_of
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class ShardedOptimizer(SavedStates):
 
     shard: a `DataParallel`. decays(name, layout): which parameters decay; by default all of two or more dims that are
         not biases. offload: which states live in host memory or on disk. groups: see `Groups`; parameters of none
-        have the configuration's options.
+        have the configuration's options, in a last group.
     step_count: calls of `step`, skipped ones included; the configuration's schedule reads it.
 
     Collective when it is made. Raises ValueError: main weights of float32 and float64 in one optimizer;
@@ -163,9 +163,9 @@ class ShardedOptimizer(SavedStates):
 
     @property
     def learning_rate(self) -> float:
-        """The rate of the next step, of the first param group."""
+        """The rate of the next step, of the parameters that no given group takes; or of group 0."""
         self._groups.follow(self.rate_step)
-        return float(self.param_groups[0]["lr"])
+        return float(self.param_groups[self._groups.rest or 0]["lr"])
 
     @property
     def loss_scale(self) -> float | Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from core.optimizer.groups import Groups, saved_order
 from core.optimizer.state.shown import (
     ReadOnlyStates,
     ShardSums,
@@ -16,7 +17,6 @@ from core.optimizer.state.shown import (
 )
 
 if TYPE_CHECKING:
-    from core.optimizer.groups import Groups
     from core.optimizer.state.sharded_states import OptimizerShard
 
 
@@ -26,7 +26,7 @@ class TorchFace(torch.optim.Optimizer):
     Hooks around steps and states are torch's own. A state holds this rank's shard.
     """
 
-    _groups: "Groups"
+    _groups: Groups
     step_count: int
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +138,8 @@ class TorchFace(torch.optim.Optimizer):
             del group["params"]
         counts = self._counts()  # type: ignore[attr-defined]
         state: dict[str, Any] = {"local": counts, "states": states, "param_groups": param_groups}
+        # of earlier versions, which do not say it, it was number 0
+        state["rest"] = self._groups.rest
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             state = post_hook(self, state) or state
         return state
@@ -174,7 +176,10 @@ class TorchFace(torch.optim.Optimizer):
         self.load_states(tensors, counts["step_count"], counts["skipped_steps"], weights=False)
         if "loss_scale" in counts and self._scaler is not None:  # type: ignore[attr-defined]
             self._scaler.load(counts["loss_scale"])  # type: ignore[attr-defined]
-        self._groups.load(state["param_groups"], step=self.step_count)
+        param_groups = state["param_groups"]
+        if "rest" in state:
+            param_groups = saved_order(param_groups, state["rest"])
+        self._groups.load(param_groups, step=self.step_count)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

@@ -130,6 +130,30 @@ def read_alone(zero_stage, torchs):
         optimizer.step()
 
 
+def number_told(zero_stage, last, zeroes):
+    """Rank 0 reads alone in step `last`, after reads of all in the steps before, between two backwards."""
+    model = nn.Linear(3, 2)
+    DataParallel(model, state(), zero_stage=zero_stage)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=rf"^step {last}: here p.grad is asked for by .* not so on every rank"):
+        for step in range(1, last + 1):
+            for _ in range(2):
+                model(torch.ones(4, 3)).sum().backward()
+                if step < last:
+                    model.weight.grad.norm()
+            if step == last and state().rank == 0:
+                model.weight.grad.norm()
+            optimizer.step()
+            if zeroes:
+                model.weight.grad = model.bias.grad = None
+
+
+@pytest.mark.parametrize(("last", "zeroes"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize("zero_stage", [1, pytest.param(3, marks=FULL)])
+def test_the_step_of_a_read_on_one_rank_is_told(ranks, zero_stage, last, zeroes):
+    ranks(number_told, zero_stage, last, zeroes)
+
+
 @pytest.mark.parametrize("torchs", [False, True], ids=["ours", "torch"])
 @pytest.mark.parametrize("zero_stage", [0, 1])
 def test_a_read_on_one_rank_is_refused_on_all(ranks, zero_stage, torchs):

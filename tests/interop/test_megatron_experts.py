@@ -38,20 +38,21 @@ def forward_step(iterator, model):
     return losses, lambda losses: (losses.mean(), {"lm loss": losses.detach().mean()})
 
 
-def build(spec=None):
+def build(spec=None, **more):
     ends = {"pre_process": mpu.is_pipeline_first_stage(), "post_process": mpu.is_pipeline_last_stage()}
     spec = spec if spec is not None else get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=True)
-    return GPTModel(config(), spec, VOCAB, S, position_embedding_type="rope", **ends)
+    return GPTModel(config(**more), spec, VOCAB, S, position_embedding_type="rope", **ends)
 
 
 def gradients_of_a_step(model, step):
-    get_forward_backward_func()(
+    reports = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=batches(step),
         model=model,
         num_microbatches=MICROBATCHES,
     )
     finalize_model_grads([model])
+    return reports
 
 
 def train(tp=1, pp=1, ep=1):
@@ -99,6 +100,36 @@ def mean_of_the_papers():
     found, want = whole_gradients(model.module, ps), whole_gradients(plain, ps)
     mpu.destroy_model_parallel()
     assert_same(found, want)
+
+
+def scaled(pp, kind):
+    """Gradients under `grad_scale_func`, over the factor of that; and reports."""
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(1, pp)
+    found = []
+    try:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for func, factor in ((None, 1.0), (scaler.scale if kind == "scaler" else lambda loss: loss * 0.3, 0.3)):
+            factor = 1024.0 if func == scaler.scale else factor
+            asked = {"grad_scale_func": func} if kind == "argument" else {}
+            torch.manual_seed(0)
+            model = DistributedDataParallel(config(**asked), DistributedDataParallelConfig(), build(**asked))
+            if kind != "argument":
+                model.config.grad_scale_func = model.module.config.grad_scale_func = func
+            reports = gradients_of_a_step(model, 0)
+            assert len(reports) == (MICROBATCHES if mpu.is_pipeline_last_stage() else 0)
+            gradients = [p.grad.as_subclass(torch.Tensor) / factor for p in model.module.parameters()]
+            found.append((gradients, [float(report["lm loss"]) for report in reports]))
+    finally:
+        mpu.destroy_model_parallel()
+    (want, reports), (gradients, same) = found
+    torch.testing.assert_close(gradients, want, rtol=1e-12, atol=1e-15)
+    assert want and reports == same
+
+
+@pytest.mark.parametrize("pp, world, kind", [(1, 1, "argument"), (1, 2, "scaler"), (2, 2, "attribute")])
+def test_grad_scale_func_scales_all_losses(ranks, pp, world, kind):
+    ranks(scaled, pp, kind, world=world)
 
 
 def test_auxiliary_losses_are_means_as_the_loss_is(ranks):

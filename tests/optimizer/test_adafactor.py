@@ -232,12 +232,12 @@ def test_torchs_schedulers_groups_and_float16():
         assert ours.step(num_tokens=1).skipped == (step == 1)
         ours.zero_grad()
         schedule.step()
-    assert [group["lr"] for group in ours.param_groups] == [0.0625, 0.03125]
-    assert [group["d"] for group in ours.param_groups] == [1.5, 2.0]
+    assert [group["lr"] for group in ours.param_groups] == [0.03125, 0.0625]
+    assert [group["d"] for group in ours.param_groups] == [2.0, 1.5]
     assert ours.loss_scale.item() == 4 and not torch.equal(model.first, before)
     again = ShardedAdafactor(FakeShard(Net(torch.float16)), config, groups=[{"names": "second", "lr": 0.25}])
     again.load_state_dict(ours.state_dict())
-    assert again.param_groups[1]["d"] == 2.0 and again.param_groups[0]["eps"] == (1e-5, 1e-3)
+    assert again.param_groups[0]["d"] == 2.0 and again.param_groups[1]["eps"] == (1e-5, 1e-3)
 
 
 @pytest.mark.parametrize("columns_are_cut", [False, True])

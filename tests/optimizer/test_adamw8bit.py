@@ -196,7 +196,7 @@ def test_torchs_schedulers_groups_and_float16():
         assert ours.step(num_tokens=1).skipped == (step == 1)
         ours.zero_grad()
         schedule.step()
-    assert [group["lr"] for group in ours.param_groups] == [0.0625, 0.03125]
+    assert [group["lr"] for group in ours.param_groups] == [0.03125, 0.0625]
     assert ours.loss_scale.item() == 4 and not torch.equal(model.first, before)
 
 

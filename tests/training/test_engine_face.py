@@ -6,6 +6,7 @@ from torch import nn
 
 from core.interop.deepspeed import from_deepspeed
 from core.training import initialize
+from core.training.run.engine.their_methods import ELSEWHERE
 
 STEPS, GAS, MICRO = 3, 2, 2
 DS = {
@@ -104,6 +105,43 @@ def test_what_it_is_asked():
         engine.train_batch()
     with pytest.raises(AttributeError, match="nothing_of_the_kind"):
         _ = engine.nothing_of_the_kind
+
+
+def test_names_of_deepspeeds_engine():
+    engine = engine_of(stage=2)
+    assert engine.get_batch_info() == (MICRO * GAS, MICRO, GAS) and engine.mp_world_size == 1
+    assert engine.optimizer_name() == "adamw" and engine.get_mom() == [(0.9, 0.999)]
+    assert engine.zero_optimization() and not engine_of().zero_optimization()
+    assert not engine.fp16_enabled() and not engine.bfloat16_enabled()
+    half = initialize(nn.Linear(2, 2), {"device": "cpu", "model": {"bf16": True}})[0]
+    assert half.bfloat16_enabled() and not half.fp16_enabled()
+    plain = engine_of(scheduler={}, optimizer={"type": "SGD", "params": {"lr": 0.5, "momentum": 0.25}})
+    plain.set_lr(0.125)
+    assert plain.get_lr() == [0.125] and plain.get_mom() == [0.25]
+    plain.empty_partition_cache()
+    plain.destroy()
+    for name, instead in ELSEWHERE.items():
+        assert not hasattr(engine, name), name
+        with pytest.raises(AttributeError, match="the engine has no") as told:
+            getattr(engine, name)
+        assert str(told.value) == f"the engine has no {name} here; use {instead}"
+
+
+def module_states(stage):
+    engine = engine_of(2, stage)
+    want = {name: p.clone() for name, p in Net().state_dict().items()}
+    found = {name: p.clone() for name, p in engine.module_state_dict().items()}
+    torch.testing.assert_close(found, want, rtol=0, atol=0)
+    for checkpoint in ({"module": {n: w + 1 for n, w in want.items()}}, {n: w + 2 for n, w in want.items()}):
+        engine.load_module_state_dict(checkpoint)
+        again = {name: p.clone() for name, p in engine.module_state_dict().items()}
+        torch.testing.assert_close(again, checkpoint.get("module", checkpoint), rtol=0, atol=0)
+    engine.parallel.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_by_name(ranks, stage):
+    ranks(module_states, stage, world=2)
 
 
 def test_attributes_of_the_module_are_found():

@@ -184,6 +184,30 @@ def groups(side: Side) -> dict[str, Tensor]:
     return side.weights(optimizer, model)
 
 
+@habit("groups of all parameters: LambdaLR with a function for each, param_groups[0] and [1] by hand")
+def groups_in_order(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    told = [
+        {"params": [p for p in model.parameters() if p.dim() > 1]},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.2, "weight_decay": 0.0},
+    ]
+    if side.ours:
+        shard = DataParallel(model, state(), zero_stage=side.zero, bucket_size=40)
+        config = OptimizerConfig(lr=RATE, weight_decay=DECAY, weight_decay_of="all", clip_grad=0.0)
+        optimizer: Any = ShardedAdamW(shard, config, groups=told)
+    else:
+        optimizer = torch.optim.AdamW(told, lr=RATE, weight_decay=DECAY)
+    matrices, vectors = optimizer.param_groups
+    scheduler = _S.LambdaLR(optimizer, [lambda step: 0.9**step, lambda step: 0.5**step])
+    for step in range(3):
+        steps(side, model, optimizer, 1, step)
+        scheduler.step()
+    matrices["weight_decay"] = 0.3
+    vectors["lr"] = 0.05
+    steps(side, model, optimizer, 1, 3)
+    return side.weights(optimizer, model)
+
+
 @habit(
     "torch.optim.SparseAdam over nn.Embedding(sparse=True)",
     "takes sparse gradients, and under DataParallel all are dense",

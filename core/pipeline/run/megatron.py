@@ -206,12 +206,12 @@ def _cached_pipeline(
 
 
 def _loss_like_megatron(
-    outputs: Any, num_microbatches: int, *, per_token: bool
+    outputs: Any, averaged_over: int | None
 ) -> tuple[Tensor, Tensor | float, Any]:
     """(loss, its tokens, report). Megatron's rule: the mean over microbatches of the losses, each divided by its
-    tokens if they were returned; that is as of 1 token. per_token: the sums, and the tokens, as they were returned.
+    tokens if they were returned; that is as of 1 token. averaged_over None: the sums, and the tokens, as returned.
 
-    Raises ValueError: `loss_func` returned neither 2 nor 3 values, or a loss that is not 1 number; per_token: not 3.
+    Raises ValueError: `loss_func` returned neither 2 nor 3 values, or a loss that is not 1 number; None: not 3.
     """
     is_sequence = isinstance(outputs, (tuple, list))
     if not is_sequence or len(outputs) not in (2, 3):
@@ -227,7 +227,7 @@ def _loss_like_megatron(
             "tokens that the mask leaves, report), as in `(losses * mask).sum() / mask.sum()`, or (their sum, "
             "num_tokens, report)"
         )
-    if per_token:
+    if averaged_over is None:
         if len(outputs) != 3:
             raise ValueError(
                 "calculate_per_token_loss=True: loss_func returned 2 values; return (sum of the losses, num_tokens, "
@@ -237,7 +237,13 @@ def _loss_like_megatron(
     if len(outputs) == 3:
         loss = loss / torch.as_tensor(outputs[1], device=loss.device).clamp(min=1)
     # already averaged: Megatron's losses are means, ours are sums over counted tokens
-    return loss / num_microbatches, 1.0, report
+    return loss / averaged_over, 1.0, report
+
+
+def _state_of(model: nn.Module) -> ParallelState:
+    """The state that a model was built with; the current one of a model that has none."""
+    model_state = getattr(model, "parallel", None)
+    return model_state if isinstance(model_state, ParallelState) else current_state()
 
 
 def _warn_of_replicas(models: Sequence[nn.Module], replicas: int) -> None:
@@ -282,6 +288,7 @@ def forward_backward(
     seed: int = 0,
     step_index: int | None = None,
     calculate_per_token_loss: bool = False,
+    loss_scale: float | Tensor = 1.0,
 ) -> list[Any]:
     """One step: gradients into `main_grad` or `.grad`; returns the last stage's reports, one per microbatch, else [].
 
@@ -291,12 +298,12 @@ def forward_backward(
     micro_batch_size: messages have shapes. grad_sync: as for `Pipeline`; without it nobody sums over replicas.
     step_index: of this step, of which random numbers are a function: the iteration of a script that goes on (default:
     counted from 0). calculate_per_token_loss: losses and num_tokens are added up; a grad_sync divides, else nobody.
+    loss_scale: gradients, of experts' auxiliary losses too, are multiplied by it; reports are not.
     Raises ValueError: another number of iterators than chunks; PipelineError: a failure on any rank.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
     iterators = _one_each(data_iterator, len(models))
-    model_state = getattr(models[0], "parallel", None)
-    ps = model_state if isinstance(model_state, ParallelState) else current_state()
+    ps = _state_of(models[0])
     if grad_sync is None and not forward_only and ps.size("dp-cp") > 1:
         _warn_of_replicas(models, ps.size("dp-cp"))
     cache = _cached_pipeline(
@@ -309,23 +316,22 @@ def forward_backward(
     seen = [None if iterator is None else _SeenIterator(iterator) for iterator in iterators]
     for chunk, iterator in zip(cache.chunks, seen, strict=True):
         chunk.take(forward_step_func, iterator, random)
+    averaged_over = None if calculate_per_token_loss else num_microbatches
     reports: list[Any] = []
 
     def loss_fn(output: Tensor, microbatch: Any) -> tuple[Tensor, Tensor | float]:
         loss_func = cache.chunks[-1].loss_func
         assert loss_func is not None
         outputs = loss_func(output)
-        per_token = calculate_per_token_loss
-        loss, tokens, report = _loss_like_megatron(outputs, num_microbatches, per_token=per_token)
+        loss, tokens, report = _loss_like_megatron(outputs, averaged_over)
         reports.append(report)
         return (loss * cache.context_factor(outputs, output), tokens)
 
     if forward_only:
         cache.pipeline.evaluate(None, loss_fn)
     else:
-        averaged_over = None if calculate_per_token_loss else num_microbatches
         with _averages(cache.chunks, averaged_over):
-            cache.pipeline.step(None, loss_fn)
+            cache.pipeline.step(None, loss_fn, loss_scale)
         cache.compare_batches(seen[0])
     random.restore()
     return reports

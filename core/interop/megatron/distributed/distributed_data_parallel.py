@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.autograd.gradients import is_shown
 from core.parallel_state import ParallelState, current_state, layout_of
 from core.parallel_state.collectives import all_reduce, broadcast
 from core.parallel_state.optimizer_steps import before_optimizer_steps
@@ -49,6 +50,7 @@ class DistributedDataParallel(nn.Module):
 
     With `config.calculate_per_token_loss` the sum, which `finalize_model_grads(..., num_tokens)` divides. Experts'
     are summed over the ranks that hold the same ones, and divided by all data ranks, whose tokens are in them.
+    From then until the next forward `main_grad` is the same tensor as `.grad`; zeros where that is None.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class DistributedDataParallel(nn.Module):
             if isinstance(part, Experts):
                 # by `finish_grad_sync`: the experts must not do it in backward as well
                 part.edp_is_summed = True
-        self._warned = False
+        self._warned = self._shows_main_grads = False
         if self.parallel.size("dp-cp") > 1:
             before_optimizer_steps(self._look)
 
@@ -97,6 +99,8 @@ class DistributedDataParallel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._shows_main_grads and torch.is_grad_enabled():
+            self._hide_main_grads()
         return self.module(*args, **kwargs)
 
     def _parameters_by_group(self) -> dict[str, list[Tensor]]:
@@ -136,6 +140,24 @@ class DistributedDataParallel(nn.Module):
                     summed = gradient.view(parameter.shape).to(dtype)
                     summed.is_summed = True
                     parameter.grad = summed
+        self._show_main_grads()
+
+    def _show_main_grads(self) -> None:
+        for parameter in self.module.parameters():
+            if parameter.requires_grad:
+                gradient: Any = parameter.grad
+                if gradient is None:
+                    gradient = torch.zeros_like(parameter)
+                # operations would add to one that is not
+                gradient.is_shown = True
+                parameter.main_grad = gradient  # type: ignore[attr-defined]
+        self._shows_main_grads = True
+
+    def _hide_main_grads(self) -> None:
+        for parameter in self.module.parameters():
+            if is_shown(getattr(parameter, "main_grad", None)):
+                del parameter.main_grad  # type: ignore[attr-defined]
+        self._shows_main_grads = False
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Does nothing: `finish_grad_sync` sums everything."""
@@ -155,6 +177,8 @@ class DistributedDataParallel(nn.Module):
     def zero_grad_buffer(self) -> None:
         """Set every gradient to zero, as before a step."""
         self.module.zero_grad()
+        if self._shows_main_grads:
+            self._show_main_grads()
 
     @torch.no_grad()
     def broadcast_params(self) -> None:

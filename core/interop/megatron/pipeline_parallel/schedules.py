@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from core.interop.megatron.utils import unwrap_model
+from core.parallel_state import current_state
 from core.pipeline.run.megatron import ForwardStep
 from core.pipeline.run.megatron import forward_backward as run
 
@@ -16,6 +17,7 @@ _NOT_NEEDED = ("decoder_seq_length", "p2p_communicator", "pg_collection", "first
 
 def forward_backward(*, model: nn.Module | Sequence[nn.Module], **keywords: Any) -> list[Any]:
     """See `core.pipeline.run.megatron.forward_backward`; then calls the configuration's `finalize_model_grads_func`.
+    Its `grad_scale_func` multiplies losses before backward, and those of experts; reports stay as they are.
 
     Raises ValueError: a keyword that asks for something that is not here.
     """
@@ -32,6 +34,7 @@ def forward_backward(*, model: nn.Module | Sequence[nn.Module], **keywords: Any)
     counts: list[Tensor] = []
     if per_token:
         keywords["forward_step_func"] = _counting(keywords["forward_step_func"], counts)
+    keywords["loss_scale"] = _loss_scale(config, current_state().device)
     reports = run(model=model, calculate_per_token_loss=per_token, **keywords)
     # Megatron sums gradients over the replicas in this hook, after the last microbatch
     finalize = getattr(config, "finalize_model_grads_func", None)
@@ -41,6 +44,15 @@ def forward_backward(*, model: nn.Module | Sequence[nn.Module], **keywords: Any)
         else:
             finalize(models)
     return reports
+
+
+def _loss_scale(config: Any, device: torch.device) -> float | Tensor:
+    """What the configuration's `grad_scale_func` multiplies 1 by, as Megatron asks it for auxiliary losses."""
+    grad_scale_func = getattr(config, "grad_scale_func", None)
+    if grad_scale_func is None:
+        return 1.0
+    scaled: Tensor = grad_scale_func(torch.ones(1, dtype=torch.float64, device=device))
+    return scaled.detach().reshape(())
 
 
 def _counting(forward_step: ForwardStep, counts: list[Tensor]) -> ForwardStep:

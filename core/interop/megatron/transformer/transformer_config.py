@@ -23,6 +23,7 @@ _SIZES = {
 # how a step is run: stays an attribute, some are functions that scripts put there
 _RUNTIME_DEFAULTS = {
     "finalize_model_grads_func": None,
+    "grad_scale_func": None,
     "calculate_per_token_loss": False,
     "recompute_granularity": None,
     "recompute_method": None,
@@ -48,7 +49,6 @@ _NO_EFFECT = frozenset(
         "deallocate_pipeline_outputs",
         "enable_autocast",
         "gradient_accumulation_fusion",
-        "grad_scale_func",
         "grad_sync_func",
         "masked_softmax_fusion",
         "memory_efficient_layer_norm",

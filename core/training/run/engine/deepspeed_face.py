@@ -7,32 +7,20 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.dist_checkpointing import load, save
 from core.dist_checkpointing.planning.ranks import agree, from_first, problem_of
 from core.dist_checkpointing.storage.address import below, parse_address
 from core.dist_checkpointing.storage.checkpoint_dir import open_dir
 from core.models.gpt import GPTModel
-from core.optimizer import ShardedOptimizer, StepStats, sharded_state_dict
-from core.training.config import TrainingConfig
+from core.optimizer import sharded_state_dict
 from core.training.run.checkpoint import Checkpoints
-from core.training.run.loader import Loader
-
-# methods of DeepSpeed's engine that have another name here
-ELSEWHERE = {
-    "train_batch": "train_step(batch)",
-    "eval_batch": "evaluate(batch)",
-    "save_16bit_model": "save_checkpoint, then `python -m core.dist_checkpointing export`",
-    "save_fp16_model": "save_checkpoint, then `python -m core.dist_checkpointing export`",
-    "allreduce_gradients": "nothing: step() sums what backward has not",
-    "set_train_batch_size": "initialize with other sizes, and load_checkpoint",
-    "set_train_micro_batch_size": "initialize with other sizes, and load_checkpoint",
-}
+from core.training.run.engine.deepspeed_facts import EngineFacts
+from core.training.run.engine.their_methods import ELSEWHERE
 
 
-class EngineFace(nn.Module):
+class EngineFace(EngineFacts):
     """`loss = engine(x); engine.backward(loss); engine.step()`: an update after every
     `gradient_accumulation_steps()` of these (gradient accumulation), from the mean of their losses over all data
     ranks.
@@ -40,30 +28,27 @@ class EngineFace(nn.Module):
     micro_steps: calls of `step` so far. Other attributes are those of the wrapped module.
     """
 
-    optimizer: ShardedOptimizer
     checkpoints: Checkpoints
-    loader: Loader | None
-    training_config: TrainingConfig
-    accumulation: int
 
     def __init__(self) -> None:
         super().__init__()
         self.micro_steps = 0
         # set by the user, instead of counting
         self._boundary: bool | None = None
-        self._last_stats: StepStats | None = None
         self._in_backward = self._in_no_sync = False
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # a loop of DeepSpeed's that asks for these gets the name that they have here
-            if name in ELSEWHERE:
-                raise AttributeError(
-                    f"the engine has no {name} here; use {ELSEWHERE[name]}"
-                ) from None
-            if name == "module" or not hasattr(self.module, name):
+            if name == "module":
+                raise
+            if not hasattr(self.module, name):
+                # a loop of DeepSpeed's that asks for these gets the name that they have here
+                if name in ELSEWHERE:
+                    raise AttributeError(
+                        f"the engine has no {name} here; use {ELSEWHERE[name]}"
+                    ) from None
                 raise
         return getattr(self.module, name)
 
@@ -147,91 +132,19 @@ class EngineFace(nn.Module):
         finally:
             self._in_no_sync = False
 
-    # --- facts of the run ---
-
-    @property
-    def global_steps(self) -> int:
-        """Optimizer steps made so far, also by earlier runs that this one resumed."""
-        return self.optimizer.step_count
-
-    @property
-    def global_samples(self) -> int:
-        """Rows that these steps have read."""
-        return self.global_steps * self.train_batch_size()
-
-    @property
-    def skipped_steps(self) -> int:
-        """How many of them were skipped (waits for the device)."""
-        return self.optimizer.skipped_steps
-
-    def was_step_applied(self) -> bool:
-        """Whether the last update was not skipped (waits for the device)."""
-        return self._last_stats is not None and not bool(self._last_stats.skipped)
-
-    def get_global_grad_norm(self) -> float | None:
-        """Of the last update, before clipping (waits for the device); None before the first."""
-        if self._last_stats is None:
-            return None
-        return float(self._last_stats.grad_norm)
-
-    def get_lr(self) -> list[float]:
-        """The learning rate of the next update, of each param group."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def train_batch_size(self) -> int:
-        """Rows of an update over all data ranks."""
-        return self.training_config.global_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Rows of one forward on one rank."""
-        return self.train_batch_size() // self.dp_world_size // self.accumulation
-
-    def gradient_accumulation_steps(self) -> int:
-        """Forwards of one update; 1 where the configuration, a mapping, does not say `training.micro_batch_size`."""
-        return self.accumulation
-
-    def zero_optimization_stage(self) -> int:
-        """The ZeRO stage, 0 to 3, under DeepSpeed's name."""
-        return self.optimizer.shard.zero_stage
-
-    def gradient_clipping(self) -> float:
-        """Largest global norm; 0: none."""
-        return self.optimizer.config.clip_grad
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self.optimizer.ps.device
-
-    @property
-    def global_rank(self) -> int:
-        """This process among all."""
-        return self.optimizer.ps.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process among those of its machine, as torchrun says; alone 0."""
-        return int(os.environ.get("LOCAL_RANK", 0))
-
-    @property
-    def world_size(self) -> int:
-        """How many processes there are."""
-        world = self.optimizer.ps.world
-        if world is None:
-            return 1
-        return world.size
-
-    @property
-    def dp_world_size(self) -> int:
-        """Number of data-parallel ranks."""
-        return self.optimizer.ps.size("dp")
-
-    @property
-    def training_dataloader(self) -> Loader | None:
-        """The loader of `initialize`."""
-        return self.loader
-
     # --- checkpoints ---
+
+    def module_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The module's own, whole at every ZeRO stage; at 3 collective."""
+        state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
+        return state
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> Any:
+        """Weights by name, or {"module": these}, as DeepSpeed's checkpoints have them; on every rank."""
+        weights = checkpoint.get("module", checkpoint)
+        return self.module.load_state_dict(
+            checkpoint if isinstance(weights, Tensor) else weights, strict
+        )
 
     def save_checkpoint(
         self,

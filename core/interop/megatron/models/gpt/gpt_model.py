@@ -82,6 +82,17 @@ class GPTModel(ours.GPTModel):
             policy = "layer" if granularity == "full" else granularity
             apply_recompute(self, policy, stage=self.stage)
 
+    @property
+    def share_embeddings_and_output_weights(self) -> bool:
+        """Megatron's name of `tied`."""
+        return self.tied
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """The table of the first stage; of the last its output weight; else None."""
+        if self.pre_process or (self.post_process and self.tied):
+            return self.embedding.word_embeddings.weight
+        return None if self.output_layer is None else self.output_layer.weight
+
     def forward(
         self,
         input_ids: Tensor,
