@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedAdamW
 from core.optimizer.build import build_optimizer
 from tests.optimizer.fake_shard import FakeShard
+from tests.states import state
 
 
 def made(*groups, **fields):
@@ -82,3 +84,18 @@ def test_states_come_back(groups):
     assert rates(again) == rates(one)
     with pytest.raises(ValueError, match=r"param_groups beside that of the rest were saved, this optimizer has 3"):
         made(*[{"names": name} for name in ("0.*", "1.weight", "1.bias")]).load_state_dict(one.state_dict())
+
+
+def of_a_stage():
+    ps = state(pp=2)
+    layers = {"a": nn.Linear(3, 4)} if ps.index("pp") == 0 else {"a": nn.Linear(4, 4), "b": nn.Linear(4, 2)}
+    optimizer = ShardedAdamW(DataParallel(nn.ModuleDict(layers), ps), OptimizerConfig(lr=0.5), groups=[A])
+    return [(group["lr"], len(group["params"])) for group in optimizer.param_groups]
+
+
+A = {"names": "a.*", "lr": 0.25}
+
+
+def test_stages_have_as_many_groups(ranks):
+    """What is left over lies on one of them."""
+    assert ranks(of_a_stage, world=2) == [[(0.25, 2), (0.5, 0)], [(0.25, 2), (0.5, 2)]]
