@@ -1,5 +1,7 @@
 """The one current state, for the roof: nothing inside `core/` below it reads this, except as a default argument."""
 
+from dataclasses import replace
+
 from core.parallel_state.collectives.groups import world
 from core.parallel_state.config import ParallelConfig
 from core.parallel_state.state import ParallelState
@@ -68,6 +70,15 @@ def current_state() -> ParallelState:
     if _alone is None:
         _alone = ParallelState.single()
     return _alone
+
+
+def turn_on_sequence_parallel() -> ParallelState:
+    """The current state from now on: the same groups, and models made of it split sequences over tensor ranks."""
+    global _current
+    state = current_state()
+    if not state.config.sequence_parallel:
+        state = _current = replace(state, config=replace(state.config, sequence_parallel=True))
+    return state
 
 
 def model_parallel_is_initialized() -> bool:

@@ -1,5 +1,6 @@
 """Megatron's `parallel_state` over the current state: its argument names, its order of axes, its getters."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from core.interop.megatron.absent import absent_names
@@ -52,6 +53,9 @@ from core.parallel_state.getters import is_pipeline_first_stage as is_first
 from core.parallel_state.getters import is_pipeline_last_stage as is_last
 from core.parallel_state.state import ParallelState
 
+# groups are those that torch's default group has
+_NO_EFFECT = ("create_gloo_process_groups",)
+
 
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
@@ -60,19 +64,28 @@ def initialize_model_parallel(
     *,
     context_parallel_size: int = 1,
     expert_model_parallel_size: int = 1,
+    sequence_parallel: bool = False,
+    debug: bool = False,
     order: str = "tp-cp-ep-dp-pp",
     distributed_timeout_minutes: float = DEFAULT_TIMEOUT_S / 60,
     **more: Any,
 ) -> ParallelState:
     """As Megatron's, whose `order` is innermost to outermost. Virtual stages are the chunks that a rank is given.
 
+    sequence_parallel, debug: as for `core.parallel_state`; Megatron's TransformerConfig says the first.
     Raises ValueError: an argument that asks for groups which are not here; sizes that do not fit the world.
     """
-    # a size of 1, or an option that is off, asks for nothing
-    unsupported = [name for name, value in more.items() if value not in (None, False, 1)]
+    # a size of 1, or an option that is off, asks for nothing; True is no size
+    unsupported = [
+        name
+        for name, value in more.items()
+        if name not in _NO_EFFECT and (value is True or value not in (None, False, 1))
+    ]
     if unsupported:
+        close = get_close_matches(unsupported[0], initialize_model_parallel.__annotations__, n=1)
+        meant = f"; did you mean {close[0]}?" if close else "; leave them out"
         raise ValueError(
-            f"{len(unsupported)} arguments ask for groups that are not here: {', '.join(unsupported)}; leave them out"
+            f"{len(unsupported)} arguments ask for groups that are not here: {', '.join(unsupported)}{meant}"
         )
     # Megatron orders axes from the innermost to the outermost, we do it the other way round
     axes = [axis for axis in reversed(order.split("-")) if axis != "ep"]
@@ -81,6 +94,8 @@ def initialize_model_parallel(
         pipeline_model_parallel_size,
         context_parallel_size=context_parallel_size,
         expert_model_parallel_size=expert_model_parallel_size,
+        sequence_parallel=sequence_parallel,
+        debug=debug,
         order="-".join(axes),
         distributed_timeout_minutes=distributed_timeout_minutes,
     )

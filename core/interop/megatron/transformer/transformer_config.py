@@ -8,6 +8,7 @@ import torch
 
 from core.elsewhere import ELSEWHERE
 from core.parallel_state import current_state, model_parallel_is_initialized
+from core.parallel_state.current import turn_on_sequence_parallel
 from core.transformer.transformer_config import RotaryScaling
 from core.transformer.transformer_config import TransformerConfig as ModelConfig
 
@@ -93,7 +94,7 @@ class TransformerConfig(ModelConfig):
                 model_fields.setdefault("params_dtype", dtype)
         # the layout of ranks is said once, to initialize_model_parallel: here it may only agree
         _check_sizes({name: arguments.pop(name) for name in list(arguments) if name in _SIZES})
-        _check_sequence_parallel(arguments.pop("sequence_parallel", None))
+        _take_sequence_parallel(arguments.pop("sequence_parallel", None))
 
         requested = [name for name, value in arguments.items() if value not in (None, False, 0)]
         requested = [
@@ -204,12 +205,15 @@ def _check_sizes(sizes: dict[str, int]) -> None:
         )
 
 
-def _check_sequence_parallel(requested: bool | None) -> None:
+def _take_sequence_parallel(requested: bool | None) -> None:
+    """Megatron's configuration says it, here the state does: of models that are made from now on."""
     if requested is None or not model_parallel_is_initialized():
         return
     ps = current_state()
-    if bool(requested) != ps.config.sequence_parallel and ps.size("tp") > 1:
+    if requested and ps.size("tp") > 1:
+        turn_on_sequence_parallel()
+    elif not requested and ps.config.sequence_parallel:
         raise ValueError(
-            f"TransformerConfig(sequence_parallel={requested}), the state has {ps.config.sequence_parallel}; say it "
-            "once, core.parallel_state.initialize_model_parallel(..., sequence_parallel=True)"
+            f"TransformerConfig(sequence_parallel={requested}), the state has True, as initialize_model_parallel or "
+            "another configuration said; say the same in both"
         )
