@@ -9,6 +9,7 @@ import pytest
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt2_config, gpt2_spec
 from core.optimizer import ShardedAdamW
+from core.training.config import RunConfig
 from core.training.config.sources import checked, load_run
 from core.training.log.console import errors_as_one_line
 
@@ -33,6 +34,14 @@ def test_weights_that_are_not_there_are_one_mistake(tmp_path, monkeypatch, capsy
         checked(load_run(["--checkpoint.weights", str(tmp_path / "nosuch")]), 1)
     said = f"{told.value} {capsys.readouterr()}"
     assert len(re.findall("is no checkpoint", said)) == 1 and "there is no such folder" in said
+
+
+def test_a_directory_of_steps_is_answered_with_its_newest(tmp_path):
+    for step in (20, 40):
+        (tmp_path / f"step-{step:08}").mkdir()
+        (tmp_path / f"step-{step:08}" / "manifest.json").touch()
+    with pytest.raises(ValueError, match=r"give a step's own directory, as its newest, .*step-00000040"):
+        RunConfig.from_dict({"checkpoint.load": str(tmp_path)}).check(1)
 
 
 def test_a_limit_on_the_size_of_files_is_named(capsys):

@@ -260,18 +260,24 @@ def _recompute_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rule
     )
 
 
+def _no_checkpoint(name: str, url: str) -> str:
+    """What is said of checkpoint.load and checkpoint.weights that are none."""
+    found = "it has no manifest.json" if Path(url).exists() else "there is no such folder"
+    example = "as runs/checkpoints/step-00001000"
+    if Path(url).is_dir() and (steps := sorted(Path(url).glob("step-*/manifest.json"))):
+        example = f"as its newest, {steps[-1].parent}"
+    return (
+        f"checkpoint.{name}={url} is no checkpoint: {found}; give a step's own directory, {example}"
+    )
+
+
 def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
     """On local disks; object stores are asked when they are read."""
     # one checkpoint to start from
     load = checkpoint.load
     for name, url in (("load", load), ("weights", checkpoint.weights)):
         if url is not None and "://" not in url:
-            found = "it has no manifest.json" if Path(url).exists() else "there is no such folder"
-            yield (
-                (Path(url) / "manifest.json").is_file(),
-                f"checkpoint.{name}={url} is no checkpoint: {found}; give a step's own directory, as "
-                "runs/checkpoints/step-00001000",
-            )
+            yield ((Path(url) / "manifest.json").is_file(), _no_checkpoint(name, url))
     # the run's own directory
     directory = checkpoint.directory
     if (
