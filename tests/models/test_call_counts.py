@@ -1,5 +1,7 @@
 """What one step costs in calls, which no noise can blur: Python functions, and collectives."""
 
+import gc
+
 import pytest
 import torch
 from torch.nn.modules import module
@@ -12,7 +14,8 @@ SHAPE = Shape(hidden=64, layers=4, heads=8, kv_heads=4, ffn=96, seq=32, vocab=12
 
 
 def without_hooks_of_others(count, *args, **how):
-    """`count(...)` without the hooks on every optimizer's step, and every module, of models that other tests keep."""
+    """`count(...)` without the hooks on every optimizer's step, and every module, of models that other tests keep,
+    and without callbacks of references to what they left."""
     registries = (
         optimizer._global_optimizer_pre_hooks,
         optimizer._global_optimizer_post_hooks,
@@ -21,9 +24,12 @@ def without_hooks_of_others(count, *args, **how):
     others = [dict(hooks) for hooks in registries]
     for hooks in registries:
         hooks.clear()
+    gc.collect()
+    gc.disable()
     try:
         return count(*args, **how)
     finally:
+        gc.enable()
         for hooks, before in zip(registries, others, strict=True):
             hooks.update(before)
 
