@@ -10,7 +10,7 @@ from torch.nn import Parameter
 def has_main_grad(parameter: Tensor) -> bool:
     """Whether somebody (data parallelism, mostly) owns a buffer that gradients of `parameter` are added to."""
     gradient = getattr(parameter, "main_grad", None)
-    return gradient is not None and not is_shown(gradient)
+    return gradient is not None and not getattr(gradient, "is_shown", False)
 
 
 def is_shown(gradient: Tensor | None) -> bool:
@@ -32,8 +32,11 @@ def main_grad_of(parameter: Tensor) -> Tensor | None:
     `main_grad` itself may be unreadable. So operations that add to it, ours or yours, ask here each time.
     """
     take = getattr(parameter, "take_main_grad", None)
-    gradient: Tensor | None = take() if take is not None else getattr(parameter, "main_grad", None)
-    return None if is_shown(gradient) else gradient
+    if take is not None:
+        return take()
+    gradient: Tensor | None = getattr(parameter, "main_grad", None)
+    # asked for every linear of a step: without a call
+    return None if getattr(gradient, "is_shown", False) else gradient
 
 
 def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
@@ -44,8 +47,8 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
     """
     if not parameter.is_leaf or parameter._backward_hooks or torch.is_grad_enabled():
         return False
-    # asked for every linear of a step
-    if parameter._post_accumulate_grad_hooks and not has_main_grad(parameter):
+    # a `main_grad` that is only shown is deleted before a forward
+    if parameter._post_accumulate_grad_hooks and getattr(parameter, "main_grad", None) is None:
         return False
     # the region asks for all gradients, and passes them on
     if region is not None and region.in_backward:

@@ -20,6 +20,9 @@ def without_hooks_of_others(count, *args, **how):
         optimizer._global_optimizer_pre_hooks,
         optimizer._global_optimizer_post_hooks,
         module._global_forward_pre_hooks,
+        module._global_forward_hooks,
+        module._global_backward_pre_hooks,
+        module._global_backward_hooks,
     )
     others = [dict(hooks) for hooks in registries]
     for hooks in registries:
