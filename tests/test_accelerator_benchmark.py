@@ -17,6 +17,7 @@ ONLY_THERE = {  # what a CPU cannot show
 }
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 def test_the_dry_run_holds_in_every_part(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHON_EXEC", warm.python())  # of the ranks that torchrun starts
