@@ -194,6 +194,28 @@ def mean_of_ranks(program, loss):
     return mean.item() / program.ranks
 
 
+def evaluated(of):
+    """A number of an evaluation before the step, which is compared too."""
+
+    def loss_of(program):
+        with torch.no_grad():
+            program.found = of(program, program.losses())
+        return program.losses().mean()
+
+    return loss_of
+
+
+def perplexity(program, losses):
+    return (losses.sum() / losses.numel()).exp().item()
+
+
+def perplexity_of_all(program, losses):
+    total = losses.sum()
+    if program.group is not None:
+        dist.all_reduce(total, group=program.group.process_group)
+    return (total / (2 * S)).exp().item()
+
+
 def logged_of_all(program):
     losses = program.losses()
     largest = losses.detach().max()
@@ -299,6 +321,8 @@ CASES = [
         "`all_reduce(x, op=ReduceOp.MAX)` before",
     ),
     Case("a logged `losses.max()` of all ranks", by(logged_of_all)),
+    by_number("a perplexity under `no_grad`, `(losses.sum() / n).exp().item()`", evaluated(perplexity)),
+    Case("a perplexity of all ranks", by(evaluated(perplexity_of_all))),
     Case(
         "`if loss.item() > t: loss *= 0.1`",
         by(lambda p: guarded(p, lambda p, loss: loss.item())),

@@ -246,10 +246,11 @@ class Sums(Follower):
             return
         first = numbers[0]
         decides = self._is_evaluation and name in DECISIONS
-        if first.dim() and first.partial not in STATISTICS and decides:
-            # of each sequence a number that no rank has
+        is_read = name in READS and not isinstance(result, Tensor)
+        # of an evaluation, a number that no rank has
+        if (first.dim() or is_read) and first.partial not in STATISTICS and decides:
             self._owner.tell_of_log(f"{first.partial} over", SUM_REMEDY)
-        elif not isinstance(result, Tensor) and name in READS:
+        elif is_read:
             self.read(name, first)
         # where it has a gradient itself, a hook waits for that
         elif not first.requires_grad and any(
@@ -357,10 +358,8 @@ class Sums(Follower):
         self._compared = True
         group = self._owner.group
         assert group is not None
-        if self._judges_totals:
-            self._numbers[2] = self._weight_of_totals(gradient)
-        else:
-            self._numbers[2] = self._weight_of_count(gradient)
+        weight = self._weight_of_totals if self._judges_totals else self._weight_of_count
+        self._numbers[2] = weight(gradient)
         self._owner.backward_ended()
         of_batch = self._owner.batch.factors.of_tensors.to(self._numbers.device)
         numbers = torch.cat(
