@@ -7,7 +7,6 @@
 Without data of your own it reads the interpreter's standard library.
 """
 
-import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -153,8 +152,6 @@ def main(args: Sequence[str] | None = None, *, description: str = "") -> None:
             ps = ParallelState.build(run.parallel, device=device)
             with kernels_of_run(device, deterministic=run.training.deterministic):
                 pretrain(loaded, run, ps)
-                # cycles hold file systems, whose threads end with them
-                gc.collect()
             # threads of gloo that live into the interpreter's end have ended a rank by SIGABRT
             ps.leave()
 

@@ -49,6 +49,8 @@ class Heartbeat:
         """Returns when no beat runs any more."""
         self._stop.set()
         self._thread.join()
+        # its owner, a lock, keeps this: no cycle, so that the threads of its file system end with it
+        self._beat = _nothing
 
     def __enter__(self) -> "Heartbeat":
         return self
@@ -60,6 +62,10 @@ class Heartbeat:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+
+def _nothing() -> None:
+    """No beat any more."""
 
 
 class Orphaned(RuntimeError):

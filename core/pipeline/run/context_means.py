@@ -47,8 +47,10 @@ class ContextMeans:
             return
         self._factor = float(group.size) if abs(total - 1) < 1e-2 else 1.0
         if self._factor == 1 and abs(total / group.size - 1) > 1e-2:
+            weights = "the weights of its rows are not known"
+            if is_measured:
+                weights = f"its rows weigh {total:.4g} together, neither 1 nor {group.size}"
             warnings.warn(
-                f"loss_func returns (loss, report) over {group.size} context ranks, and its rows weigh {total:.4g} "
-                f"together, neither 1 nor {group.size}: {_REMEDY}",
+                f"loss_func returns (loss, report) over {group.size} context ranks, and {weights}: {_REMEDY}",
                 stacklevel=6,
             )
