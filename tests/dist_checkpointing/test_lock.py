@@ -1,11 +1,13 @@
 """One job per directory: who has the lock, who may take it."""
 
+import gc
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
+import weakref
 from itertools import count
 
 import pytest
@@ -164,3 +166,17 @@ def test_a_heartbeat_survives_hiccups():
     heart._thread.join(5)
     assert beats == [0, 1, 2]
     heart.stop()
+
+
+def test_a_released_lock_is_in_no_cycle(files):
+    """The threads of its file system end with it, not when the collector happens to run."""
+    gc.collect()
+    gc.disable()
+    try:
+        lock = Lock(files)
+        lock.release()
+        kept = weakref.ref(lock)
+        del lock
+        assert kept() is None
+    finally:
+        gc.enable()
