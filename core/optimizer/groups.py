@@ -248,11 +248,21 @@ def _options_of(
 def _numbers_of_names(
     given: GroupOptions, named: Mapping[str, Any], rest: int | None
 ) -> dict[str, int]:
-    """Parameter name -> number of the given group that takes it."""
-    number_of = {}
+    """Parameter name -> number of the given group that takes it: of several patterns the last one that matches.
+
+    Raises ValueError: a parameter in the "params" of two groups, as torch.
+    """
+    number_of: dict[str, int] = {}
     for number, stated in enumerate(given):
-        if number != rest:
-            number_of.update(dict.fromkeys(_member_names(stated, named, number), number))
+        if number == rest:
+            continue
+        for name in _member_names(stated, named, number):
+            earlier = number_of.get(name)
+            if earlier is not None and "params" in stated and "params" in given[earlier]:
+                raise ValueError(
+                    f"param groups {earlier} and {number} both have {name}; leave it out of one of them"
+                )
+            number_of[name] = number
     return number_of
 
 

@@ -207,7 +207,10 @@ def test_a_derived_array_that_nobody_asks_for_is_told(saved, single):
     """`model/table` is not stored; who loads the model without it is told all the same."""
     made = small.state(5, empty=True)["arrays"]
     template = {key: made[key] for key in ("model/layers.w", "model/layers.norm", "model/count")}
-    with pytest.raises(ValueError, match="not asked for: model/table\n"):
+    # one name too many: a tied weight's second one, perhaps
+    with pytest.raises(
+        ValueError, match=r"not asked for: model/table\n(.|\n)*a tied weight has two names in state_dict"
+    ):
         load(template, saved / "x", ps=single)
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from core.interop.deepspeed import from_deepspeed
 from core.optimizer import OptimizerConfig
 from core.training import initialize
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*keys are unsupported")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(keys are unsupported|has no gradient_clipping)")
 
 
 def optimizer_of(config, **more):
@@ -118,3 +119,18 @@ def test_hjson_is_read_and_the_package_is_named_where_it_lacks(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "hjson", None)
     with pytest.raises(ValueError, match="pip install hjson"):
         from_deepspeed(path)
+
+
+def test_a_clip_that_the_file_does_not_give_is_told():
+    with pytest.warns(
+        UserWarning, match='clipped at a norm of 1.0.*say "gradient_clipping": 1.0, or 0 for none'
+    ) as told:
+        from_deepspeed({"train_batch_size": 8})
+    assert len(told) == 1
+    for given in (
+        {"gradient_clipping": 0},
+        {"gradient_clipping": "auto"},
+        {"optimizer": {"type": "Adam", "params": {"max_grad_norm": 0.5}}},
+    ):
+        with warnings.catch_warnings(action="error"):
+            from_deepspeed(given)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from core.datasets.tokenizers.trained import train_tokenizer
 from core.interop.megatron.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from core.interop.megatron.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from core.interop.megatron.datasets.indexed_dataset import (
@@ -139,6 +140,14 @@ def test_what_is_refused(files):
     with pytest.raises(ValueError, match=r"valid part has \d+ tokens in 1 documents, a sample takes 4097"):
         some = config(files, blend=("c", None), split="0,1,8", sequence_length=4096)
         BlendedMegatronDatasetBuilder(GPTDataset, [None] * 3, lambda: True, some).build()
+
+
+def test_a_tokenizers_folder(tmp_path):
+    train_tokenizer(["some text"], 270).save(tmp_path / "tokenizer.json")
+    by_folder, by_file = map(MegatronTokenizer.from_pretrained, (str(tmp_path), str(tmp_path / "tokenizer.json")))
+    assert by_folder.tokenize("some") == by_file.tokenize("some")
+    with pytest.raises(ValueError, match=r"org/model is no file; give a tokenizer.json, or a folder with one"):
+        MegatronTokenizer.from_pretrained("org/model")
 
 
 def test_blends_of_a_list():

@@ -39,6 +39,15 @@ def test_given_groups_have_their_numbers():
         made(WEIGHTS, {"names": "none"})
 
 
+def test_a_parameter_is_in_the_params_of_one_group():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    groups = [{"params": model.parameters()}, {"params": [model[1].weight], "lr": 0.25}]
+    with pytest.raises(ValueError, match=r"param groups 0 and 1 both have 1\.weight; leave it out of one of them"):
+        ShardedAdamW(FakeShard(model), OptimizerConfig(lr=0.5), groups=groups)
+    # the last pattern that matches counts, as for a configuration's multipliers
+    assert [p.dim() for p in made({"names": "*"}, BIASES).param_groups[1]["params"]] == [1, 1]
+
+
 def test_a_configurations_patterns_leave_number_0_to_the_rest():
     model = nn.Sequential(nn.Linear(3, 4))
     config = OptimizerConfig(lr=0.5, lr_multipliers={"*": 0.5})

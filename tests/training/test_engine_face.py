@@ -8,6 +8,7 @@ from core.interop.deepspeed import from_deepspeed
 from core.training import initialize
 from core.training.run.engine.their_methods import ELSEWHERE
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*has no gradient_clipping")
 STEPS, GAS, MICRO = 3, 2, 2
 DS = {
     "train_micro_batch_size_per_gpu": MICRO,

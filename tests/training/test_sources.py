@@ -246,6 +246,7 @@ def test_the_flags_of_a_ds_config_are_flags_of_a_run():
     config = {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.5,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2, "overlap_comm": False, "offload_optimizer": {"device": "cpu"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},

@@ -71,10 +71,21 @@ class AnyTokenizer(Protocol):
 def load_tokenizer(path: str | Path | None, end_of_text: str | int | None = None) -> AnyTokenizer:
     """The tokenizer in a file: a Hugging Face `tokenizer.json`, or what `ByteTokenizer.save` wrote; None is bytes.
 
+    A folder is one with a `tokenizer.json`.
+
     `end_of_text` (a token or its id) is for a `tokenizer.json` whose special tokens do not tell.
     Raises `ValueError` if the file is none; `ImportError` with the remedy if it needs the library.
     """
-    if path is None or _is_bytes(Path(path)):
+    if path is None:
+        return ByteTokenizer()
+    if Path(path).is_dir():
+        path = Path(path) / "tokenizer.json"
+    if not Path(path).is_file():
+        raise ValueError(
+            f"{path} is no file; give a tokenizer.json, or a folder with one, as "
+            "`save_pretrained` of transformers writes it (nothing is downloaded)"
+        )
+    if _is_bytes(Path(path)):
         return ByteTokenizer()
     # needs an extra
     from core.datasets.tokenizers.trained import Tokenizer

@@ -74,6 +74,12 @@ class Report:
                 return words
         remedy = "build the model that was saved, load a part of it, or give strict='report'"
         if not (self.missing and self.unexpected):
+            if len(self.missing) + len(self.unexpected) == 1 and not self.mismatched:
+                # as it looks where a tied weight's second name is on one side only
+                remedy += (
+                    "; a tied weight has two names in state_dict() and one in sharded_state_dict(): "
+                    "load into what the one gives that saved it"
+                )
             return remedy
         missing = self.missing[0]
         others = [key for key in self.unexpected if _group(key) == _group(missing)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from core.interop.deepspeed.optimization import optimizer, scheduler
-from core.interop.deepspeed.reader import ConfigReader, Told
+from core.interop.deepspeed.reader import NOT_GIVEN, ConfigReader, Told
 from core.interop.deepspeed.sections import batch, dtypes, others, zero
 from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelConfig
@@ -136,7 +136,8 @@ def from_deepspeed(
     data_ranks: data parallel ranks of the run, for sizes that depend on it. auto: key ("scheduler.params.
     total_num_steps") -> value, where the file says "auto" and Hugging Face's Trainer would fill it in.
     DeepSpeed's defaults that differ from ours (stage 0, no weight decay) are among the fields.
-    `initialize(model, from_deepspeed(...).fields)` is the migration. One warning lists what is unsupported.
+    `initialize(model, from_deepspeed(...).fields)` is the migration. One warning lists what is unsupported,
+    another says at what gradients are clipped where the file does not.
     Raises ValueError: no JSON object, a key twice, values of the wrong kind or out of range, batch sizes that
     contradict each other.
     """
@@ -172,6 +173,13 @@ def from_deepspeed(
         count = len(result.told)
         warnings.warn(
             f"{source}: {len(unsupported)} of {count} keys are unsupported:\n{reasons}",
+            stacklevel=2,
+        )
+    clips = next((verdict for verdict in result.told if verdict.key == "gradient_clipping"), None)
+    if clips is not None and clips.value == NOT_GIVEN:
+        warnings.warn(
+            f"{source} has no gradient_clipping: gradients are clipped at a norm of 1.0, as DeepSpeed does today; "
+            'its older versions do not clip; say "gradient_clipping": 1.0, or 0 for none',
             stacklevel=2,
         )
     return result

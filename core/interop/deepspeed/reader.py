@@ -14,6 +14,8 @@ from core.interop.deepspeed.keys import (
     UNSUPPORTED_SECTIONS,
 )
 
+# the value of a key that the file does not have
+NOT_GIVEN = "not given"
 COMMENT = re.compile(r"_|//|#|comments?$")
 
 
@@ -67,7 +69,7 @@ class ConfigReader:
                 raise ValueError(f"{key}={value!r} is not {noun}; give one")
         return kind(value)
 
-    def report(self, key: str, verdict: str, words: str, *, value: Any = "not given") -> None:
+    def report(self, key: str, verdict: str, words: str, *, value: Any = NOT_GIVEN) -> None:
         """Give the verdict on a key. value: of a key that had a verdict before."""
         # a key has one verdict; the last one counts (Muon takes the ZeRO stage back)
         value = self.unread.pop(key, value)
