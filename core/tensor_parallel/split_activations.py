@@ -18,7 +18,7 @@ from core.parallel_state.by_hand import split_axes, split_functions
 from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding
-from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
+from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
 from core.parallel_state.collectives import Group
 from core.tensor_parallel.column_factors import ColumnFactors, message_of, takes_summed
 from core.tensor_parallel.head_counts import whole_heads
@@ -258,19 +258,13 @@ class SplitActivations(Follower):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         return sizes_of_parts(result, args[0].axes, dim, self._group.size, self._as_floats)
 
-    def follow(
-        self,
-        func: Any,
-        name: str,
-        inputs: list[SplitTensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> None:
+    def follow(self, call: Call) -> None:
         """After `func`: tell what it did wrong, mark what it returned."""
-        if any(x.partial for x in inputs):
-            self._follow_sum(name, inputs, args, kwargs, result)
+        if any(x.partial for x in call.inputs):
+            self._follow_sum(call)
             return
+        name, inputs, result = call.name, call.inputs, call.result
+        args, kwargs = call.args, call.kwargs
         if self._factors is not None:
             # who looks on must not end a right program: a call of a form unknown here is not noted
             with suppress(Exception):
@@ -280,7 +274,7 @@ class SplitActivations(Follower):
         if not self._message and takes_summed(name, inputs[0], (args, kwargs)):
             self._tell(Finding("summed", name, tuple(inputs[0].shape)))
         try:
-            outcome = split_functions.outcome_of(func, name, args, kwargs, result)
+            outcome = split_functions.outcome_of(call.func, name, args, kwargs, result)
         except Exception:
             # nor followed
             return
@@ -316,11 +310,10 @@ class SplitActivations(Follower):
             stacklevel=5,
         )
 
-    def _follow_sum(
-        self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def _follow_sum(self, call: Call) -> None:
         """A rank's part of a sum: right if it is summed over the ranks next, scaled or added to another before."""
-        first = next(x for x in inputs if x.partial)
+        name, result = call.name, call.result
+        first = next(x for x in call.inputs if x.partial)
         if (
             "reduce" in name
             or "gather" in name
@@ -349,8 +342,8 @@ class SplitActivations(Follower):
                 self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
             return
         # a sum of parts plus something whole would count the whole once per rank; columns by it are not yet right
-        sum_ids = {id(x) for x in inputs if x.partial}
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        sum_ids = {id(x) for x in call.inputs if x.partial}
+        tensors = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
         others = [x for x in tensors if id(x) not in sum_ids]
         is_bounded = first.partial in _EXTREMES and name in _MONOTONE and not others
         if not is_bounded and (others or name not in split_functions.LINEAR):

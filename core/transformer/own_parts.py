@@ -7,6 +7,7 @@ a model's first forwards what such parts are given is of a class that sees which
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.part_sizes import sizes_of_parts
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_rows import ACROSS, SlicedRows, first_row, pieces_of
-from core.parallel_state.by_hand.split_tensor import SplitTensor
+from core.parallel_state.by_hand.split_tensor import Call, SplitTensor
 from core.tensor_parallel.along_sequence import looks_along
 from core.tensor_parallel.split_activations import SplitActivations, is_compiled
 
@@ -206,22 +207,15 @@ class _Rows(SplitActivations):
     def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Labels of rows are in bounds."""
 
-    def follow(
-        self,
-        func: Any,
-        name: str,
-        inputs: list[SplitTensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> None:
+    def follow(self, call: Call) -> None:
+        name, inputs, result = call.name, call.inputs, call.result
         if name.startswith(_MADE_LIKE) or name in ("register_hook", "requires_grad", "backward"):
             return
         rows = [x for x in inputs if not x.partial]
         if rows == inputs:
             pieces = None
             try:
-                pieces = pieces_of(name, args, kwargs, result, self._slices)
+                pieces = pieces_of(name, call.args, call.kwargs, result, self._slices)
             except Exception:
                 # who looks on must not end a right program: a call of a form unknown here is not followed
                 self._is_lost = True
@@ -240,8 +234,8 @@ class _Rows(SplitActivations):
                 self._note_draw(name, rows[0], result)
                 return
         # parameters by position are compared, too
-        args, kwargs = pytree.tree_map(_detached, (args, kwargs))
-        super().follow(func, name, inputs, args, kwargs, result)
+        args, kwargs = pytree.tree_map(_detached, (call.args, call.kwargs))
+        super().follow(replace(call, args=args, kwargs=kwargs))
         found = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         for x in found:
             if isinstance(x, SplitTensor):

@@ -19,7 +19,7 @@ from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.part_sizes import number_of_part
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import LINEAR, Finding, outcome_of
-from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
+from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
 from core.parallel_state.collectives.checks import fingerprint
 
 # batches that are cut ahead of a forward, at most: more are no training's
@@ -90,19 +90,12 @@ class BatchRows(Follower):
             REMEDY,
         )
 
-    def follow(
-        self,
-        func: Any,
-        name: str,
-        inputs: list[SplitTensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> None:
+    def follow(self, call: Call) -> None:
+        name, inputs, args, result = call.name, call.inputs, call.args, call.result
         # of outputs another is in charge
         other = next((x.seen_by() for x in inputs if not is_of_batch(x)), None)
         if other is not None:
-            other.follow(func, name, inputs, args, kwargs, result)
+            other.follow(call)
             return
         if name == "all_reduce":
             inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
@@ -114,7 +107,7 @@ class BatchRows(Follower):
         if name.endswith("_like") or name.startswith("new_"):
             return
         changed = [x for x in inputs if is_changed(x)]
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = pytree.tree_leaves((args, call.kwargs))
         if any(type(x) is Tensor and x.requires_grad for x in leaves):
             # sums of losses are compared in backward
             for x in changed:
@@ -123,21 +116,14 @@ class BatchRows(Follower):
         elif name == "setitem":
             self._write(args, changed)
         elif changed:
-            self.inherit(name, changed, inputs, args, result)
+            self.inherit(call, changed)
         else:
-            self._follow_rows(func, name, inputs, args, kwargs, result)
+            self._follow_rows(call)
 
-    def _follow_rows(
-        self,
-        func: Any,
-        name: str,
-        inputs: list[SplitTensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> None:
-        x = inputs[0]
-        self.factors.note(name, inputs, args, kwargs)
+    def _follow_rows(self, call: Call) -> None:
+        name, args, kwargs, result = call.name, call.args, call.kwargs, call.result
+        x = call.inputs[0]
+        self.factors.note(name, call.inputs, args, kwargs)
         # `weights[labels]`
         if name in ("one_hot", "embedding") or (name in _TABLES and type(args[0]) is Tensor):
             self._look_up(x, result)
@@ -149,7 +135,9 @@ class BatchRows(Follower):
             self._change(result, name, tuple(split_axes.plain(result.shape)))
             return
         try:
-            outcome = selected(name, args, result) or outcome_of(func, name, args, kwargs, result)
+            outcome = selected(name, args, result) or outcome_of(
+                call.func, name, args, kwargs, result
+            )
         except Exception:
             # who looks on must not end a right program: a call of a form unknown here is not followed
             return
@@ -202,15 +190,9 @@ class BatchRows(Follower):
         elif changed:
             self._set(x, changed[0].partial, x.axes, changed[0].numbers)  # type: ignore[attr-defined]
 
-    def inherit(
-        self,
-        name: str,
-        changed: list[SplitTensor],
-        inputs: list[SplitTensor],
-        args: tuple,
-        result: Any,
-    ) -> None:
+    def inherit(self, call: Call, changed: list[SplitTensor]) -> None:
         """What is made of sums or shifts is one, too; sums that rows are divided by are kept, to be compared."""
+        name, args = call.name, call.args
         first = changed[0]
         numbers: tuple[Tensor, ...] | None = ()
         for x in changed:
@@ -231,9 +213,9 @@ class BatchRows(Follower):
             # of rows that were divided already, as of rows
             if numbers is not None and not (spans_rows and name in _ROW_WISE):
                 numbers = None
-        for tensor in pytree.tree_leaves(result):
+        for tensor in pytree.tree_leaves(call.result):
             if isinstance(tensor, Tensor):
-                axes = next((a for x in inputs if (a := _axes_like(x, tensor))), ())
+                axes = next((a for x in call.inputs if (a := _axes_like(x, tensor))), ())
                 kept = numbers
                 if against_zero:
                     kept = (tensor.detach().as_subclass(Tensor).double(),)

@@ -14,7 +14,7 @@ from core.context_parallel.rows.reads import READS
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, outcome_of
-from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
+from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
 
 _SCALES = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv")
 _REMEDY = (
@@ -62,15 +62,8 @@ class GradientRows(Follower):
             if isinstance(x, SplitTensor) and not x.partial:
                 self.begin((gradient,), x.axes)
 
-    def follow(
-        self,
-        func: Any,
-        name: str,
-        inputs: list[SplitTensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> None:
+    def follow(self, call: Call) -> None:
+        name, inputs, result = call.name, call.inputs, call.result
         if name == "all_reduce":
             inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
             return
@@ -82,15 +75,17 @@ class GradientRows(Follower):
             self._has_read |= name in READS and not isinstance(result, Tensor)
             self._mark_all(result, sums[0].partial)
         elif (
-            self._has_read and name in _SCALES and not any(_is_tensor_beside(x, rows) for x in args)
+            self._has_read
+            and name in _SCALES
+            and not any(_is_tensor_beside(x, rows) for x in call.args)
         ):
             self._tell("a number", name)
         else:
-            self._follow_rows(func, name, args, kwargs, result)
+            self._follow_rows(call)
 
-    def _follow_rows(self, func: Any, name: str, args: tuple, kwargs: dict, result: Any) -> None:
+    def _follow_rows(self, call: Call) -> None:
         try:
-            outcome = outcome_of(func, name, args, kwargs, result)
+            outcome = outcome_of(call.func, call.name, call.args, call.kwargs, call.result)
         except Exception:
             # who looks on must not end a right program: a call of a form unknown here is not followed
             return
@@ -100,7 +95,7 @@ class GradientRows(Follower):
         elif isinstance(outcome, (str, float)) or (
             isinstance(outcome, Finding) and outcome.kind == "reduction"
         ):
-            self._mark_all(result, name)
+            self._mark_all(call.result, call.name)
 
     def _mark_all(self, result: Any, partial: str) -> None:
         for tensor in pytree.tree_leaves(result):

@@ -1,5 +1,6 @@
 """What a program makes of one output of a model, [b, s/cp, ...] of a context rank's rows, until its backward."""
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -37,7 +38,7 @@ from core.context_parallel.rows.verdicts import verdicts
 from core.parallel_state.by_hand.part_sizes import PartNumber
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
-from core.parallel_state.by_hand.split_tensor import Follower, SplitTensor
+from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
 from core.parallel_state.collectives import BACKWARD_TAG, Group, all_gather
 from core.parallel_state.collectives.checks import fingerprint
 
@@ -85,20 +86,13 @@ class Sums(Follower):
         if isinstance(tensor, Tensor) and (tensor.is_floating_point() or partial):
             super().mark(tensor, axes, partial)
 
-    def follow(
-        self,
-        func: Any,
-        name: str,
-        inputs: list[SplitTensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> None:
+    def follow(self, call: Call) -> None:
+        name, args, result = call.name, call.args, call.result
         if name == "grad":
-            self._owner.gradients.given_by_grad(args, kwargs, result)
+            self._owner.gradients.given_by_grad(args, call.kwargs, result)
             return
-        of_batch = [x for x in inputs if is_of_batch(x)]
-        inputs = [x for x in inputs if not is_of_batch(x)]
+        of_batch = [x for x in call.inputs if is_of_batch(x)]
+        inputs = [x for x in call.inputs if not is_of_batch(x)]
         inputs = self._hear_draws(name, inputs, result)
         if any(x.requires_grad for x in inputs):
             self._factors.note_scalars(name, args)
@@ -106,22 +100,17 @@ class Sums(Follower):
         if not inputs:
             return
         self._hear_batch(name, [x for x in of_batch if is_changed(x)], inputs, args)
+        of_outputs = replace(call, inputs=inputs)
         if any(x.partial == TOTAL for x in inputs):
-            self._follow_total(name, inputs, args, kwargs, result)
+            self._follow_total(of_outputs)
         elif any(x.partial for x in inputs):
-            self._follow_statistic(name, inputs, args, kwargs, result)
+            self._follow_statistic(of_outputs)
         else:
-            self._follow_rows(func, name, inputs, args, kwargs, result)
+            self._follow_rows(of_outputs)
 
-    def _follow_rows(
-        self,
-        func: Any,
-        name: str,
-        inputs: list[SplitTensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> None:
+    def _follow_rows(self, call: Call) -> None:
+        name, inputs, result = call.name, call.inputs, call.result
+        args, kwargs = call.args, call.kwargs
         try:
             if any(x.requires_grad for x in inputs):
                 self._factors.note(name, inputs, args, kwargs)
@@ -130,7 +119,7 @@ class Sums(Follower):
             outcome: Finding | Followed | str | float | None = (
                 selected(name, args, result)
                 or loss_outcome(name, args, kwargs, result)
-                or outcome_of(func, name, args, kwargs, result)
+                or outcome_of(call.func, name, args, kwargs, result)
             )
         except Exception:
             # who looks on must not end a right program: a call of a form unknown here is not followed
@@ -234,10 +223,9 @@ class Sums(Follower):
             if isinstance(tensor, SplitTensor):
                 tensor.counted = tensor.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
 
-    def _follow_statistic(
-        self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def _follow_statistic(self, call: Call) -> None:
         """Told where it meets what has a gradient, unless somebody has summed it over the ranks meanwhile."""
+        name, inputs, result = call.name, call.inputs, call.result
         numbers = [x for x in inputs if x.partial and torch.equal(x, x.counted)]  # type: ignore[attr-defined]
         if name == "all_reduce":
             inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
@@ -254,7 +242,8 @@ class Sums(Follower):
             self.read(name, first)
         # where it has a gradient itself, a hook waits for that
         elif not first.requires_grad and any(
-            isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves((args, kwargs))
+            isinstance(x, Tensor) and x.requires_grad
+            for x in pytree.tree_leaves((call.args, call.kwargs))
         ):
             self._owner.tell(
                 f"{first.partial} of rows which are this context rank's comes to the loss by {name}"
@@ -325,16 +314,14 @@ class Sums(Follower):
         if isinstance(result, SplitTensor):
             result.total = total  # type: ignore[attr-defined]
 
-    def _follow_total(
-        self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def _follow_total(self, call: Call) -> None:
         """Until a tensor divides it, or a number of ranks multiplies it: the program knows the ranks then."""
-        total: Total = next(x for x in inputs if x.partial == TOTAL).total  # type: ignore[attr-defined]
+        total: Total = next(x for x in call.inputs if x.partial == TOTAL).total  # type: ignore[attr-defined]
         group = self._owner.group
         assert group is not None
-        total.follow(name, args, (group.size, group.size * self._owner.replicas))
-        if name in SCALED and isinstance(result, Tensor):
-            self._mark_total(result, total)
+        total.follow(call.name, call.args, (group.size, group.size * self._owner.replicas))
+        if call.name in SCALED and isinstance(call.result, Tensor):
+            self._mark_total(call.result, total)
 
     def returned(self, loss: SplitTensor, count: Any) -> None:
         """Executors sum the counts of all context ranks: told if rows weigh otherwise than those of a mean."""

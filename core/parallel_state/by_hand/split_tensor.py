@@ -5,6 +5,7 @@ The class is given and taken back by assignment: no tensor is made, no value and
 
 import sys
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -59,7 +60,7 @@ class SplitTensor(ListenedTensor):
             result = func(*args, **kwargs)
             if name in ("shape", "size", "numel", "nelement"):
                 return seen_by.sizes(args, kwargs, result)
-            seen_by.follow(func, name, inputs, args, kwargs, result)
+            seen_by.follow(Call(func, name, inputs, args, kwargs, result))
             if name in ("item", "tolist"):
                 return seen_by.numbers(inputs[0], result)
         return result
@@ -94,7 +95,7 @@ def _run_backward(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         for x, kind in zip(inputs, classes, strict=True):
             x.__class__ = kind
     if follower is not None and is_heard:
-        follower.follow(func, name, inputs, args, kwargs, result)
+        follower.follow(Call(func, name, inputs, args, kwargs, result))
     return result
 
 
@@ -107,6 +108,21 @@ def _is_heard(args: tuple, frame: Any) -> bool:
 
 class SplitParameter(SplitTensor, Parameter):
     """A parameter that is followed while a program's own forward may read it."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A function that a program called on what is followed, and what it returned.
+
+    inputs: the tensors among its arguments that are followed.
+    """
+
+    func: Any
+    name: str
+    inputs: list[SplitTensor]
+    args: tuple
+    kwargs: dict[str, Any]
+    result: Any
 
 
 class Follower:
@@ -171,14 +187,6 @@ class Follower:
     def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a function is called on what is followed. Raises ValueError: it would fail in other words."""
 
-    def follow(
-        self,
-        func: Any,
-        name: str,
-        inputs: list[SplitTensor],
-        args: tuple,
-        kwargs: dict[str, Any],
-        result: Any,
-    ) -> None:
+    def follow(self, call: Call) -> None:
         """After it: tell what it did wrong, mark what it returned."""
         raise NotImplementedError
