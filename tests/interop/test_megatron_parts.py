@@ -172,8 +172,10 @@ def test_a_configuration_has_facts_only(state):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, tensor_model_parallel_size=2)
     with pytest.raises(ValueError, match=r"has no n_head \(did you mean num_attention_heads\?\) here$"):
         TransformerConfig(n_head=2)
-    with pytest.raises(ValueError, match="has no moe_enable_deepep here; leave it out"):
+    with pytest.raises(ValueError, match="has no moe_enable_deepep here; leave out what only says how"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, moe_enable_deepep=True)
+    with pytest.raises(ValueError, match=r"no window_size \(give windows, one per layer: of \(127, 0\) \(128,\)"):
+        TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, window_size=(128, 0))
     with pytest.raises(ValueError, match=r"no num_moe_expert \(did you mean num_moe_experts\?\) here$"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_expert=4)
     with pytest.raises(ValueError, match=r"use_distributed_optimizer=True is another object here: DataParallel"):
@@ -278,6 +280,9 @@ def test_names_of_the_documentation_are_there():
             assert hasattr(home, name.strip("`")), (module, name)
 
 
+CHUNK_SETTER = "set_virtual_pipeline_model_parallel_rank"
+
+
 def test_names_that_are_elsewhere_say_where():
     """Every name of the tables "Renamed" and "Not here" is an ImportError with a remedy, or a module's."""
     page = (Path(__file__).parents[2] / "docs" / "from_megatron.md").read_text()
@@ -290,6 +295,8 @@ def test_names_that_are_elsewhere_say_where():
             module, _, name = name.rpartition(".")
         with pytest.raises(ImportError, match=r"megatron\.core\..* is not here: (use|leave it out).*docs/from_"):
             getattr(import_module_by_name(f"core.interop.megatron.{module}"), name)
+    with pytest.raises(ImportError, match=r"rank is not here: leave it out: the stages .* know their chunk"):
+        getattr(import_module_by_name("core.interop.megatron.parallel_state"), CHUNK_SETTER)
     for name in re.findall(r"[\w]+(?:\.\w+)+", page[page.index("Not here:") :]):
         if name.split(".")[0] in ("datasets", "models", "extensions", "packed_seq_params", "model_parallel_config"):
             with pytest.raises(ImportError, match=r"is not here: (use|only) "):

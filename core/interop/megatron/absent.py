@@ -17,6 +17,7 @@ _NORM = "core.transformer.norm.build_norm"
 _BLOCK = "gpt2_spec() or llama_spec() of core.models.gpt: every layer is built from one spec"
 _ONE_KIND = "get_gpt_layer_local_spec(): there is one implementation, torch's"
 _NO_BUFFER = "leave it out: there is no global buffer"
+_CHUNK = "leave it out: the stages that initialize_model_parallel and the schedule lay out know their chunk"
 _RANKS = "leave it out: layouts say which ranks hold an embedding"
 _PROFILER = "torch.profiler"
 _SHARDED = (
@@ -54,6 +55,8 @@ _INSTEAD = {
     "fusions": "torch's own operations",
     "packed_seq_params": "core.datasets.Packing",
     "jit": "torch.compile",
+    "fp8_utils": "fp8 and fp8_recipe of TransformerConfig",
+    "rerun_state_machine": "leave it out: no step is run again",
 }
 _OTHER_MODELS = (
     *("datasets.bert_dataset", "datasets.t5_dataset", "models.bert", "models.T5", "models.mamba"),
@@ -68,6 +71,9 @@ _NAMES = {
     ("parallel_state", "get_position_embedding_group"): _RANKS,
     ("parallel_state", "default_embedding_ranks"): _RANKS,
     ("parallel_state", "default_position_embedding_ranks"): _RANKS,
+    ("parallel_state", "set_virtual_pipeline_model_parallel_rank"): _CHUNK,
+    ("parallel_state", "set_virtual_pipeline_model_parallel_world_size"): _CHUNK,
+    ("parallel_state", "get_virtual_pipeline_model_parallel_world_size"): _CHUNK,
     ("parallel_state", "get_global_memory_buffer"): _NO_BUFFER,
     ("parallel_state", "destroy_global_memory_buffer"): _NO_BUFFER,
     ("parallel_state", "_set_global_memory_buffer"): _NO_BUFFER,

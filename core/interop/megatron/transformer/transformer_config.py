@@ -130,6 +130,11 @@ def _not_here(unknown: list[str]) -> str:
     known = sorted(_MODEL_FIELDS | _RUNTIME_DEFAULTS.keys() | _SIZES.keys() | _NO_EFFECT)
     shown = []
     for name in unknown:
+        if name == "window_size":
+            shown.append(
+                "window_size (give windows, one per layer: of (127, 0) (128,) * num_layers)"
+            )
+            continue
         near = [] if "=" in name else get_close_matches(name, known, n=1, cutoff=0.8)
         # other people's name of a model's field
         part, _, field = ELSEWHERE.get(name, "").partition(".")
@@ -137,9 +142,12 @@ def _not_here(unknown: list[str]) -> str:
             near = [field]
         shown.append(f"{name} (did you mean {near[0]}?)" if near else name)
     told = f"TransformerConfig has no {', '.join(shown)} here"
-    if all("did you mean" in name for name in shown):
+    if all("did you mean" in name or "give windows" in name for name in shown):
         return told
-    return f"{told}; leave {'it' if len(unknown) == 1 else 'them'} out (docs/from_megatron.md)"
+    return (
+        f"{told}; leave out what only says how Megatron computes. A model that needs "
+        f"{'it' if len(unknown) == 1 else 'one of them'} would be another one here (docs/from_megatron.md)"
+    )
 
 
 # Megatron's, where they are not our own
