@@ -291,6 +291,11 @@ def test_settings_without_effect_are_told():
         "checkpoint.keep_last=9 has no effect: without checkpoint.directory nothing is saved",
     ]
     assert load_run(["--parallel.pipeline", "2", "--pipeline.schedule", "zb-v"]).unused() == []
+    (told,) = load_run(["--lora.alpha", "32"]).unused()
+    assert (
+        told.startswith("lora.alpha=32.0 has no effect: without lora.rank") and "all of the model is trained" in told
+    )
+    assert load_run(["--lora.alpha", "32", "--lora.rank", "8"]).unused() == []
     assert load_run([]).unused() == [] and load_run(["--checkpoint.keep-last", "3"]).unused() == [], "the default"
 
 

@@ -49,6 +49,11 @@ def _reasons_by_field(values: Mapping[str, Any]) -> dict[str, str]:
             ("dpo.beta", "dpo.label_smoothing", "dpo.loss_type"),
             "training.objective=next_token learns from no preferences",
         )
+    if values["lora.rank"] is None:
+        reasons |= dict.fromkeys(
+            ("lora.alpha", "lora.dropout", "lora.modules", "lora.rslora", "lora.save_base"),
+            "without lora.rank there are no adapters, and all of the model is trained; give it, such as 8",
+        )
     if values["checkpoint.directory"] is None:
         names = ("keep_last", "keep_every", "keep_hours", "keep_best", "asynchronous", "on_failure")
         reasons |= {
