@@ -72,12 +72,12 @@ def test_what_nobody_can_fill_is_refused():
     assert (bare.weight == 4).all()
 
 
-def a_gpt(zero, tp):
+def a_gpt(zero, tp, facts=None):
     """Weights after two steps, of a model built on meta and of an eager one."""
     ps, found = state(tp=tp), []
     for device in ("cpu", "meta"):
         with torch.device(device):
-            model = gpt("llama", parallel=ps, seed=7)
+            model = gpt("llama", parallel=ps, seed=7, facts=facts or {})
         shard = DataParallel(model, ps, zero_stage=zero)
         optimizer = ShardedAdamW(shard, OptimizerConfig(lr=1e-2))
         for step in range(2):
@@ -93,6 +93,12 @@ def a_gpt(zero, tp):
 @pytest.mark.parametrize("zero, tp, world", [(3, 2, 4), (1, 1, 2), pytest.param(3, 2, 2, marks=pytest.mark.full)])
 def test_a_gpt_on_meta_is_the_eager_one(ranks, zero, tp, world):
     ranks(a_gpt, zero, tp, world=world)
+
+
+# one group of queries on a rank: axes of size 1 in what stands for its weight
+@pytest.mark.parametrize("zero, tp, world", [(0, 1, 1), (0, 1, 2), (3, 2, 4)])
+def test_one_group_of_queries_on_a_rank(ranks, zero, tp, world):
+    ranks(a_gpt, zero, tp, {"num_query_groups": tp}, world=world)
 
 
 @pytest.mark.parametrize("init", [None, lambda module: [nn.init.ones_(p) for p in module.parameters(recurse=False)]])

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt_stages, llama_spec
+from core.optimizer import OptimizerConfig, ShardedSGD
 from core.parallel_state import ParallelState
 from core.pipeline import get_forward_backward_func, looped
 from tests.models.gpt import POSITIONS, VOCAB, batch, config, gpt
@@ -98,6 +100,37 @@ def test_over_tensor_and_pipeline_ranks(ranks):
     alone = ranks(run, forward_step, 1, 1, world=1)[0]
     both = ranks(run, forward_step, 2, 1, 2, world=4)
     assert both[:2] == [[], []] and both[2] == both[3] == pytest.approx(alone)
+
+
+def norms_of_two_updates(zero, pp):
+    """With a grad_sync and the optimizer's step as docs/from_megatron.md has them; SGD, so that factors show."""
+    ps = state(pp=pp)
+    model = chunks(ps, 1)
+    shard = DataParallel(model, ps, zero_stage=zero)
+    optimizer = ShardedSGD(
+        shard, OptimizerConfig(optimizer="sgd", lr=0.5, momentum=0.0, weight_decay=0.0, clip_grad=1.0)
+    )
+    replicas = ps.size("dp")
+    mine = list(data())[ps.index("dp") * MICROBATCHES // replicas :]
+    norms = []
+    for _ in range(2):
+        get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(mine),
+            model=model,
+            num_microbatches=MICROBATCHES // replicas,
+            grad_sync=shard,
+        )
+        norms.append(optimizer.step().grad_norm.item())
+        optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize("zero, pp, world", [(0, 1, 2), (1, 1, 2), (3, 1, 2), (1, 2, 4)])
+def test_a_step_without_num_tokens_is_by_the_mean_over_replicas(ranks, zero, pp, world):
+    alone = ranks(norms_of_two_updates, 0, 1, world=1)[0]
+    for norms in ranks(norms_of_two_updates, zero, pp, world=world):
+        assert norms == pytest.approx(alone, rel=1e-9)
 
 
 def more_steps():

@@ -37,8 +37,9 @@ def nan_placeholder(tensor: Tensor) -> Tensor:
 
 
 def without_memory(parameter: Tensor) -> bool:
-    """Whether it only has a shape (all strides 0), and is to be filled later."""
-    return parameter.numel() > 1 and not any(parameter.stride())
+    """Whether it only has a shape (strides 0 of all axes that are longer than 1), and is to be filled later."""
+    strides = [step for n, step in zip(parameter.shape, parameter.stride(), strict=True) if n > 1]
+    return bool(strides) and not any(strides)
 
 
 class Storage:

@@ -132,6 +132,11 @@ class _ForwardStepModule(nn.Module):
             self.random.swap()
         return output
 
+    def loss_of(self, output: Tensor) -> tuple:
+        """What that `loss_func` makes of the last stage's output."""
+        assert self.loss_func is not None
+        return self.loss_func(output)
+
 
 class _PipelineCache:
     """The pipeline of a model between calls, an attribute of its first chunk; a copy of the model starts without."""
@@ -262,6 +267,13 @@ def _warn_of_replicas(models: Sequence[nn.Module], replicas: int) -> None:
         )
 
 
+def _averaged_replicas(grad_sync: GradSync | None, ps: ParallelState, is_sum: bool) -> int:
+    """By what losses are divided, that the sum over replicas is their mean. is_sum: a sum is what is meant."""
+    if is_sum or grad_sync is None or isinstance(grad_sync, NullGradSync):
+        return 1
+    return ps.size("dp-cp")
+
+
 def _one_each(data_iterator: Any, chunks: int) -> list[Iterator | None]:
     """The iterator of each chunk. Raises ValueError: another number of them."""
     if isinstance(data_iterator, (list, tuple)):
@@ -295,10 +307,11 @@ def forward_backward(
     forward_step_func(data_iterator, model) -> (output, loss_func); loss_func(output) -> (loss, report) or
     (loss, num_tokens, report). Losses are averaged as Megatron does it (context ranks: `ContextMeans`). model: a
     module, or this rank's chunks in the order of their stages (interleaved 1F1B), with one iterator each. seq_length,
-    micro_batch_size: messages have shapes. grad_sync: as for `Pipeline`; without it nobody sums over replicas.
-    step_index: of this step, of which random numbers are a function: the iteration of a script that goes on (default:
-    counted from 0). calculate_per_token_loss: losses and num_tokens are added up; a grad_sync divides, else nobody.
-    loss_scale: gradients, of experts' auxiliary losses too, are multiplied by it; reports are not.
+    micro_batch_size: messages have shapes. grad_sync: as for `Pipeline`, its sums are means over replicas here;
+    without it nobody sums. step_index: of this step, of which random numbers are a function: the iteration of a
+    script that goes on (default: counted from 0). calculate_per_token_loss: losses and num_tokens are added up, by a
+    grad_sync over replicas too; `optimizer.step(num_tokens=...)` divides. loss_scale: gradients, of experts'
+    auxiliary losses too, are multiplied by it; reports are not.
     Raises ValueError: another number of iterators than chunks; PipelineError: a failure on any rank.
     """
     models = [model] if isinstance(model, nn.Module) else list(model)
@@ -320,9 +333,7 @@ def forward_backward(
     reports: list[Any] = []
 
     def loss_fn(output: Tensor, microbatch: Any) -> tuple[Tensor, Tensor | float]:
-        loss_func = cache.chunks[-1].loss_func
-        assert loss_func is not None
-        outputs = loss_func(output)
+        outputs = cache.chunks[-1].loss_of(output)
         loss, tokens, report = _loss_like_megatron(outputs, averaged_over)
         reports.append(report)
         return (loss * cache.context_factor(outputs, output), tokens)
@@ -331,7 +342,8 @@ def forward_backward(
         cache.pipeline.evaluate(None, loss_fn)
     else:
         with _averages(cache.chunks, averaged_over):
-            cache.pipeline.step(None, loss_fn, loss_scale)
+            replicas = _averaged_replicas(grad_sync, ps, calculate_per_token_loss)
+            cache.pipeline.step(None, loss_fn, loss_scale / replicas)
         cache.compare_batches(seen[0])
     random.restore()
     return reports
