@@ -175,15 +175,15 @@ class DataParallel(BesideModule, GradSync):
 
     # what executors call
     def _own_stage(self, stage: nn.Module) -> nn.Module:
-        """The stage as it was given to us: an executor may have a wrapped or compiled one, if there is only one."""
+        """The stage as it was given to us: an executor may have a wrapped or compiled one."""
         if stage in self._stages:
             return stage
-        if len(self._stages) != 1:
+        wrapped = [own for own in stage.children() if own in self._stages] or self._stages
+        if len(wrapped) != 1:
             raise ValueError(
-                f"DataParallel holds {len(self._stages)} stages, and {type(stage).__name__} is none of them; give it "
-                "and the executor the same modules"
+                f"DataParallel holds {len(self._stages)} stages, {type(stage).__name__} is none; give both the same"
             )
-        return self._stages[0]
+        return wrapped[0]
 
     def begin_step(self, pairs_per_param: Mapping[Parameter, int], *, split: bool = False) -> None:
         """A step starts. Raises ValueError: the last step's sums have not been zeroed, or it was not finished; a

@@ -102,11 +102,11 @@ def test_over_tensor_and_pipeline_ranks(ranks):
     assert both[:2] == [[], []] and both[2] == both[3] == pytest.approx(alone)
 
 
-def norms_of_two_updates(zero, pp):
+def norms_of_two_updates(zero, pp, each=1):
     """With a grad_sync and the optimizer's step as docs/from_megatron.md has them; SGD, so that factors show."""
     ps = state(pp=pp)
-    model = chunks(ps, 1)
-    shard = DataParallel(model, ps, zero_stage=zero)
+    model = chunks(ps, each)
+    shard = DataParallel(model if each == 1 else dict(enumerate(model)), ps, zero_stage=zero)
     optimizer = ShardedSGD(
         shard, OptimizerConfig(optimizer="sgd", lr=0.5, momentum=0.0, weight_decay=0.0, clip_grad=1.0)
     )
@@ -116,7 +116,7 @@ def norms_of_two_updates(zero, pp):
     for _ in range(2):
         get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(mine),
+            data_iterator=iter(mine) if each == 1 else [iter(mine) for _ in model],
             model=model,
             num_microbatches=MICROBATCHES // replicas,
             grad_sync=shard,
@@ -126,10 +126,13 @@ def norms_of_two_updates(zero, pp):
     return norms
 
 
-@pytest.mark.parametrize("zero, pp, world", [(0, 1, 2), (1, 1, 2), (3, 1, 2), (1, 2, 4)])
-def test_a_step_without_num_tokens_is_by_the_mean_over_replicas(ranks, zero, pp, world):
+# the last two interleaved: chunks that the adapter wraps
+@pytest.mark.parametrize(
+    "zero, pp, each, world", [(0, 1, 1, 2), (1, 1, 1, 2), (3, 1, 1, 2), (1, 2, 1, 4), (1, 2, 2, 2), (3, 2, 2, 4)]
+)
+def test_a_step_without_num_tokens_is_by_the_mean_over_replicas(ranks, zero, pp, each, world):
     alone = ranks(norms_of_two_updates, 0, 1, world=1)[0]
-    for norms in ranks(norms_of_two_updates, zero, pp, world=world):
+    for norms in ranks(norms_of_two_updates, zero, pp, each, world=world):
         assert norms == pytest.approx(alone, rel=1e-9)
 
 
