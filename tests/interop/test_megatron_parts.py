@@ -280,9 +280,6 @@ def test_names_of_the_documentation_are_there():
             assert hasattr(home, name.strip("`")), (module, name)
 
 
-CHUNK_SETTER = "set_virtual_pipeline_model_parallel_rank"
-
-
 def test_names_that_are_elsewhere_say_where():
     """Every name of the tables "Renamed" and "Not here" is an ImportError with a remedy, or a module's."""
     page = (Path(__file__).parents[2] / "docs" / "from_megatron.md").read_text()
@@ -295,8 +292,6 @@ def test_names_that_are_elsewhere_say_where():
             module, _, name = name.rpartition(".")
         with pytest.raises(ImportError, match=r"megatron\.core\..* is not here: (use|leave it out).*docs/from_"):
             getattr(import_module_by_name(f"core.interop.megatron.{module}"), name)
-    with pytest.raises(ImportError, match=r"rank is not here: leave it out: the stages .* know their chunk"):
-        getattr(import_module_by_name("core.interop.megatron.parallel_state"), CHUNK_SETTER)
     for name in re.findall(r"[\w]+(?:\.\w+)+", page[page.index("Not here:") :]):
         if name.split(".")[0] in ("datasets", "models", "extensions", "packed_seq_params", "model_parallel_config"):
             with pytest.raises(ImportError, match=r"is not here: (use|only) "):

@@ -136,6 +136,32 @@ def test_a_step_without_num_tokens_is_by_the_mean_over_replicas(ranks, zero, pp,
         assert norms == pytest.approx(alone, rel=1e-9)
 
 
+def sums_of_tokens():
+    ps = state()
+    model = chunks(ps, 1)
+    shard = DataParallel(model, ps)
+    optimizer = ShardedSGD(shard, OptimizerConfig(optimizer="sgd", lr=0.0, momentum=0.0, clip_grad=0.0))
+    tokens = sum(float(part["loss_mask"].sum()) for part in data())
+    norms = []
+    for told, more in (("updates by a sum of losses over", {}), (None, {"num_tokens": tokens})):
+        get_forward_backward_func()(
+            forward_step_func=per_token_step,
+            data_iterator=data(),
+            model=model,
+            num_microbatches=MICROBATCHES,
+            grad_sync=shard,
+            calculate_per_token_loss=True,
+        )
+        with pytest.warns(UserWarning, match=told) if told else warnings.catch_warnings(action="error"):
+            norms.append(optimizer.step(**more).grad_norm.item())
+        optimizer.zero_grad()
+    assert norms[0] == pytest.approx(norms[1] * tokens, rel=1e-9)
+
+
+def test_sums_of_tokens_that_nobody_divides_are_told(ranks):
+    ranks(sums_of_tokens, world=1)
+
+
 def more_steps():
     """The pipeline is kept between steps; copies of the model and other microbatch counts get their own."""
     ps = state()

@@ -78,14 +78,15 @@ def load_tokenizer(path: str | Path | None, end_of_text: str | int | None = None
     """
     if path is None:
         return ByteTokenizer()
-    if Path(path).is_dir():
-        path = Path(path) / "tokenizer.json"
-    if not Path(path).is_file():
+    path = Path(path)
+    if path.is_dir():
+        path = path / "tokenizer.json"
+    if not path.is_file():
         raise ValueError(
             f"{path} is no file; give a tokenizer.json, or a folder with one, as "
             "`save_pretrained` of transformers writes it (nothing is downloaded)"
         )
-    if _is_bytes(Path(path)):
+    if _is_bytes(path):
         return ByteTokenizer()
     # needs an extra
     from core.datasets.tokenizers.trained import Tokenizer

@@ -15,6 +15,7 @@ from core.parallel_state.random import generators_of
 from core.pipeline.run.checks.plain_loop import BatchWatch
 from core.pipeline.run.context_means import ContextMeans
 from core.pipeline.run.pipeline import Pipeline
+from core.pipeline.run.step import LossFn
 
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[[Tensor], tuple]]]
 
@@ -148,6 +149,20 @@ class _PipelineCache:
         self.chunks: list[_ForwardStepModule] = []
         self.key: tuple = ()  # the arguments that it was built for
 
+    def step(self, loss_fn: LossFn, loss_scale: float | Tensor, *, are_sums: bool) -> None:
+        """are_sums: losses of tokens, which somebody divides after the step; else shares of a mean over microbatches.
+
+        What a grad_sync sums over replicas is the mean over them, too, if each gives its share of it.
+        """
+        pipeline = self.pipeline
+        assert pipeline is not None
+        if not are_sums:
+            # there is nothing to divide, and nothing to tell
+            pipeline.sums_watch.close()
+            if not isinstance(pipeline.grad_sync, NullGradSync):
+                loss_scale = loss_scale / pipeline.ps.size("dp-cp")
+        pipeline.step(None, loss_fn, loss_scale)
+
     def compare_batches(self, iterator: _SeenIterator | None) -> None:
         """After a step. Warns, once, on all pipeline ranks, where their first items differ."""
         assert self.batch_watch is not None
@@ -205,8 +220,6 @@ def _cached_pipeline(
             cache.pipeline.step_index = step_index
         cache.batch_watch = BatchWatch(ps)
         cache.context_means = ContextMeans(ps.group("cp"))
-        # `loss_func` returns means
-        cache.pipeline.sums_watch.close()
     return cache
 
 
@@ -265,13 +278,6 @@ def _warn_of_replicas(models: Sequence[nn.Module], replicas: int) -> None:
             "core.interop.megatron.distributed.DistributedDataParallel and call finalize_model_grads",
             stacklevel=3,
         )
-
-
-def _averaged_replicas(grad_sync: GradSync | None, ps: ParallelState, is_sum: bool) -> int:
-    """By what losses are divided, that the sum over replicas is their mean. is_sum: a sum is what is meant."""
-    if is_sum or grad_sync is None or isinstance(grad_sync, NullGradSync):
-        return 1
-    return ps.size("dp-cp")
 
 
 def _one_each(data_iterator: Any, chunks: int) -> list[Iterator | None]:
@@ -342,8 +348,7 @@ def forward_backward(
         cache.pipeline.evaluate(None, loss_fn)
     else:
         with _averages(cache.chunks, averaged_over):
-            replicas = _averaged_replicas(grad_sync, ps, calculate_per_token_loss)
-            cache.pipeline.step(None, loss_fn, loss_scale / replicas)
+            cache.step(loss_fn, loss_scale, are_sums=calculate_per_token_loss)
         cache.compare_batches(seen[0])
     random.restore()
     return reports

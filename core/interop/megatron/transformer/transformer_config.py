@@ -125,24 +125,26 @@ def _checked_fp8(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+# what is said in other words here
+_OURS = {"window_size": "give windows, one per layer: of (127, 0) (128,) * num_layers"}
+
+
 def _not_here(unknown: list[str]) -> str:
     """Names, each with the field that it is nearly spelt like, and what to do."""
     known = sorted(_MODEL_FIELDS | _RUNTIME_DEFAULTS.keys() | _SIZES.keys() | _NO_EFFECT)
     shown = []
+    answers = []
     for name in unknown:
-        if name == "window_size":
-            shown.append(
-                "window_size (give windows, one per layer: of (127, 0) (128,) * num_layers)"
-            )
-            continue
         near = [] if "=" in name else get_close_matches(name, known, n=1, cutoff=0.8)
         # other people's name of a model's field
         part, _, field = ELSEWHERE.get(name, "").partition(".")
         if part == "model" and field in _MODEL_FIELDS:
             near = [field]
-        shown.append(f"{name} (did you mean {near[0]}?)" if near else name)
+        answer = _OURS.get(name, f"did you mean {near[0]}?" if near else "")
+        answers.append(answer)
+        shown.append(f"{name} ({answer})" if answer else name)
     told = f"TransformerConfig has no {', '.join(shown)} here"
-    if all("did you mean" in name or "give windows" in name for name in shown):
+    if all(answers):
         return told
     return (
         f"{told}; leave out what only says how Megatron computes. A model that needs "
