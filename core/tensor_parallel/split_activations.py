@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from core.parallel_state.by_hand import split_axes, split_functions
+from core.parallel_state.by_hand import split_axes, split_functions, split_names
 from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding
@@ -346,7 +346,7 @@ class SplitActivations(Follower):
         tensors = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
         others = [x for x in tensors if id(x) not in sum_ids]
         is_bounded = first.partial in _EXTREMES and name in _MONOTONE and not others
-        if not is_bounded and (others or name not in split_functions.LINEAR):
+        if not is_bounded and (others or name not in split_names.LINEAR):
             self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
         else:
             self.mark(result, None, first.partial)

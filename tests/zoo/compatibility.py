@@ -13,6 +13,7 @@ FAMILIES: list[str] = [
     "experts",
     "context_losses",
     "context_batches",
+    "context_hooks",
     "own_parts",
     "habits",
     "schedule_files",

@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.zoo import context_batches, context_losses
+from tests.zoo import context_batches, context_hooks, context_losses
 from tests.zoo.case import judge, observe
 
-FAMILIES = {"losses": context_losses, "batches": context_batches}
+FAMILIES = {"losses": context_losses, "batches": context_batches, "hooks": context_hooks}
 
 
 def outcomes(family, names, variation):

@@ -1,6 +1,14 @@
 """torch's own tools, and the loops written with them, on a model that tensor ranks share."""
 
-from tests.zoo import tools_any_step, tools_autograd, tools_by_hand, tools_optimizers, tools_weights, tools_wrappers
+from tests.zoo import (
+    tools_any_step,
+    tools_autograd,
+    tools_by_hand,
+    tools_by_rows,
+    tools_optimizers,
+    tools_weights,
+    tools_wrappers,
+)
 from tests.zoo.case import Family
 from tests.zoo.split_model import LAYOUTS
 
@@ -10,6 +18,7 @@ CASES = [
     *tools_weights.CASES,
     *tools_wrappers.CASES,
     *tools_by_hand.CASES,
+    *tools_by_rows.CASES,
     *tools_any_step.CASES,
 ]
 FAMILY = Family(

@@ -18,7 +18,8 @@ from core.context_parallel.rows.selections import selected
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.part_sizes import number_of_part
 from core.parallel_state.by_hand.split_axes import Axes
-from core.parallel_state.by_hand.split_functions import LINEAR, Finding, outcome_of
+from core.parallel_state.by_hand.split_functions import Finding, outcome_of
+from core.parallel_state.by_hand.split_names import LINEAR
 from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
 from core.parallel_state.collectives.checks import fingerprint
 

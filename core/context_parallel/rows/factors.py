@@ -22,6 +22,8 @@ NUM_SCALARS = 2
 # a mean of 0 by rounding, in deviations; half precision rounds too much to tell
 _ROUNDING = 1e-5
 _WEIGHTS = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv", "matmul", "mv", "dot")
+# along the dim that is split, not another of that size: a bias
+_TERMS = ("add", "iadd", "sub", "isub", "rsub", "where", "lerp", "addcmul")
 # here only bool tensors choose rows by their place; numbers of rows are judged where they are used
 _CHOICES = ("where", "masked_fill", "masked_select", "getitem", "setitem")
 
@@ -62,15 +64,19 @@ class RowFactors:
     @torch.no_grad()
     def note(self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict) -> None:
         """A function of followed rows."""
-        if name not in _WEIGHTS and name not in _CHOICES:
+        name = name.rstrip("_")
+        if name not in _WEIGHTS and name not in _CHOICES and name not in _TERMS:
             return
         sizes = {x.shape[dim] for x in inputs for dim in _row_dims(x)}
         for factor in pytree.tree_leaves((args, kwargs)):
             if type(factor) is not Tensor or self._count == MAX_FACTORS:
                 continue
-            if name in _CHOICES and factor.dtype is not torch.bool:
+            if name in _CHOICES and name not in _TERMS and factor.dtype is not torch.bool:
                 continue
-            dim = next((dim for dim, n in enumerate(factor.shape) if n > 1 and n in sizes), None)
+            if name in _TERMS and factor.dtype is not torch.bool:
+                dim = _aligned_dim(factor, inputs)
+            else:
+                dim = next((d for d, n in enumerate(factor.shape) if n > 1 and n in sizes), None)
             if dim is not None:
                 first = _NUMBERS * self._count
                 values = factor.double()
@@ -84,6 +90,16 @@ class RowFactors:
 def _row_dims(x: SplitTensor) -> list[int]:
     """The dims that are split, or hold rows among others after a view."""
     return [dim for dim in range(len(x.axes)) if split_axes.is_split(x.axes, [dim])]
+
+
+def _aligned_dim(factor: Tensor, inputs: list[SplitTensor]) -> int | None:
+    """The dim of `factor` that is broadcast along a split one."""
+    for x in inputs:
+        for dim in range(-1, -1 - min(factor.dim(), len(x.axes)), -1):
+            n = factor.shape[dim]
+            if n > 1 and n == x.shape[dim] and split_axes.is_split(x.axes, [dim]):
+                return dim
+    return None
 
 
 def told_of_scalars(scalars: Tensor) -> str:

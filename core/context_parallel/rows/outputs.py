@@ -43,6 +43,9 @@ from core.parallel_state.collectives import BACKWARD_TAG, Group, all_gather
 from core.parallel_state.collectives.checks import fingerprint
 
 _LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
+_OF_A_RANK = "which are this context rank's, not all of a sequence"
+# rows that a program took by their numbers, and may write into
+BY_NUMBER = "by number"
 _MEANS = ("mean", "nanmean")
 
 
@@ -93,7 +96,7 @@ class Sums(Follower):
             return
         of_batch = [x for x in call.inputs if is_of_batch(x)]
         inputs = [x for x in call.inputs if not is_of_batch(x)]
-        inputs = self._hear_draws(name, inputs, result)
+        inputs = self._hear_draws(name, self._hear_writes(call, inputs), result)
         if any(x.requires_grad for x in inputs):
             self._factors.note_scalars(name, args)
         inputs = self._hear_loss(name, inputs, result)
@@ -185,8 +188,17 @@ class Sums(Follower):
                 del x.axes
         return [x for x in inputs if isinstance(x, SplitTensor)]
 
+    def _hear_writes(self, call: Call, inputs: list[SplitTensor]) -> list[SplitTensor]:
+        """Told where rows that were taken by number are written: `x[3].zero_()`; the inputs that are no such."""
+        for x in (x for x in inputs if x.partial == BY_NUMBER):
+            if call.result is x:
+                self._owner.tell(f"{call.name} writes rows by number, {_OF_A_RANK}")
+            elif isinstance(call.result, Tensor) and call.result._base is not None:
+                self.mark(call.result, None, BY_NUMBER)
+        return [x for x in inputs if x.partial != BY_NUMBER]
+
     def _hear_draw(self, name: str, rows: Tensor) -> None:
-        if name.rstrip("_") in draws.DRAWS:
+        if draws.draws(name):
             self._owner.tell(draws.message(name, rows), draws.REMEDY)
 
     def _hear_loss(self, name: str, inputs: list[SplitTensor], result: Any) -> list[SplitTensor]:
@@ -263,12 +275,14 @@ class Sums(Follower):
         does = "works across rows"
         if finding.kind == "cut":
             does = "takes rows by number"
-        what = f"{finding.name} of {list(finding.shape)} {does}, which are this context rank's, not all of a sequence"
+        what = f"{finding.name} of {list(finding.shape)} {does}, {_OF_A_RANK}"
         if finding.name == "setitem":
             self._owner.tell(what)
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._owner.tell(what))
+                if finding.kind == "cut" and tensor._base is not None:
+                    self.mark(tensor, None, BY_NUMBER)
         if finding.name in STATISTICS:
             self._mark_statistic(result, finding.name)
 

@@ -11,6 +11,8 @@ from core.parallel_state.by_hand.split_functions import Finding, Followed
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 
 _BY_CLASS = ("cross_entropy", "nll_loss")  # of [n, classes, ...]
+# rows of a dim are written by their numbers
+_BY_NUMBER = ("index_copy", "index_fill")
 _BY_ELEMENT = [
     "mse_loss",
     "l1_loss",
@@ -25,7 +27,13 @@ _BY_ELEMENT += ["binary_cross_entropy_with_logits"]
 def selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
     """Rows that are taken by a mask or by their numbers in this rank's rows: as many as each rank has."""
     x = args[0] if args else None
-    if name not in ("getitem", "masked_select", "index_select") or not isinstance(x, SplitTensor):
+    name = name.rstrip("_")
+    if not isinstance(x, SplitTensor):
+        return None
+    if name in _BY_NUMBER:
+        by_number = isinstance(args[1], int) and split_axes.is_split(x.axes, [args[1]])
+        return Finding("cut", name, tuple(x.shape)) if by_number else None
+    if name not in ("getitem", "masked_select", "index_select"):
         return None
     if name == "masked_select":
         if split_axes.is_split(x.axes):
@@ -58,6 +66,9 @@ def selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
         return None
     if not isinstance(index, Tensor):
         return None
+    # one row by its number, which is a tensor
+    if index.dim() == 0 and index.dtype is not torch.bool and split_axes.is_split(x.axes, [0]):
+        return Finding("cut", name, tuple(x.shape))
     dims = index.dim() if index.dtype is torch.bool else 1
     if not split_axes.is_split(x.axes, range(dims)):
         return None

@@ -99,7 +99,9 @@ def function_name(func: Any) -> str:
     """vector_norm of `torch.linalg.vector_norm`, matmul of `@`, grad of `p.grad`."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
-        return str(func.__self__.__name__)
+        # properties of torch's that are written in Python have no name of their own
+        own: str = getattr(func.__self__, "__name__", "") or func.__self__.fget.__name__
+        return own.strip("_") if own.startswith("__") else own
     if name in KIND_OF_FUNCTION:
         return name
     return name.removeprefix("linalg_").removeprefix("__r").strip("_")

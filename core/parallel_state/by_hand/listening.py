@@ -33,7 +33,7 @@ from core.parallel_state.by_hand.listening_classes import Reporter, listening_cl
 from core.parallel_state.by_hand.numbers import of_parameter
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.states import ListenedStates
-from core.parallel_state.by_hand.whole_dims import axes_of_result
+from core.parallel_state.by_hand.whole_dims import result_of
 from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
 
@@ -247,7 +247,9 @@ class ByHand:
             if name == "all_reduce":
                 self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
             on_list = name.startswith("foreach") and not self._in_optimizer
-            axes = axes_of_result(source.parameter, func, name, args, kwargs, result)
+            axes, wrong = result_of(source.parameter, func, name, args, kwargs, result)
+            # of a name that is in no table, too
+            kind = kind or wrong
             if kind is not None:
                 is_number = not isinstance(result, Tensor) or result.numel() == 1
                 heard = replace(source, kind=kind, name=name, joined=source.joined or on_list)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes, split_windows
 from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.split_names import DIMS_OF, kind_of
+from core.parallel_state.by_hand.split_trials import tried
 
 
 @dataclass(frozen=True)
@@ -21,55 +24,6 @@ class Finding:
     shape: tuple[int, ...]
     deferred: bool = False
 
-
-# of a rank's part of a sum, the same part of a sum
-_LINEAR = """
-    add sub mul div truediv neg rsub iadd isub imul itruediv float double half bfloat16 to type_as detach clone
-    contiguous view reshape squeeze unsqueeze expand flatten transpose permute getitem view_as sum data
-"""
-_SUMS = "sum mean nansum nanmean max min amax amin any all"
-# by the place of their dims among the arguments, and the dims where none are given (None: all)
-_REDUCTIONS = {
-    (1, None): """
-        var std var_mean std_mean argmax argmin median nanmedian prod aminmax softmax log_softmax softmin
-        logsumexp cumsum cumprod count_nonzero mode unique flip gather take_along_dim
-    """,
-    (2, None): "norm vector_norm quantile nanquantile matrix_norm roll",
-    (2, -1): "topk kthvalue diff fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft",
-    (1, -1): "sort argsort logcumsumexp",
-    (2, 1): "normalize cosine_similarity",
-    (99, None): """
-        mse_loss l1_loss smooth_l1_loss huber_loss kl_div histc renorm dist cdist binary_cross_entropy
-        binary_cross_entropy_with_logits fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fft2 fft_ifft2 fft_rfft2
-        fft_irfft2
-    """,
-    (99, 1): "cross_entropy nll_loss local_response_norm",
-}
-_DRAWS = """
-    dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout rand_like randn_like
-    bernoulli normal uniform exponential cauchy geometric log_normal gumbel_softmax rrelu multinomial
-"""
-_KINDS = {
-    "draw": _DRAWS,
-    "sum": _SUMS,
-    "product": "matmul mm bmm linear einsum conv1d conv2d conv3d",
-    "cut": "chunk split tensor_split split_with_sizes unbind getitem setitem narrow select index_select glu",
-    "permutation": "transpose swapaxes swapdims permute movedim moveaxis t T mT adjoint",
-    "view": "view reshape flatten unflatten squeeze view_as reshape_as",
-    "join": "cat concat concatenate hstack",
-    "exit": "tolist numpy array item",
-    "window": """
-        avg_pool1d max_pool1d lp_pool1d adaptive_avg_pool1d adaptive_max_pool1d avg_pool2d max_pool2d unfold
-        gru lstm rnn_tanh rnn_relu
-    """,
-    "scatter": "scatter_add index_add scatter_reduce index_reduce index_put put",
-}
-LINEAR = frozenset(_LINEAR.split())
-_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
-_DIMS_OF: dict[str, tuple[int, int | None]] = {name: (1, None) for name in _SUMS.split()}
-for _place, _names in _REDUCTIONS.items():
-    _KIND_OF |= dict.fromkeys(_names.split(), "reduction")
-    _DIMS_OF |= dict.fromkeys(_names.split(), _place)
 
 Followed = list[tuple[Any, Axes | None]]
 Outcome = Finding | str | Followed | None
@@ -104,10 +58,9 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     shape = tuple(x.shape)
     if not split_axes.is_split(axes):
         return None
-    kind = _KIND_OF.get(name)
     # normal_ draws as normal does
-    if _KIND_OF.get(name.rstrip("_")) == "draw":
-        kind, name = "draw", name.rstrip("_")
+    name = name.rstrip("_")
+    kind = kind_of(name)
     if kind == "exit":
         return Finding("exit", name, shape)
     # every tensor rank would draw the same mask for other columns, or other masks for the same ones
@@ -131,29 +84,69 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         return _reduced(name, args, kwargs, axes, result, shape)
     if kind == "product":
         return _multiplied(name, args, kwargs, axes, result)
+    if kind == "added" and len(args) > 2:
+        product = _multiplied("matmul", args[1:3], {}, axes, result)
+        # each rank would add the first to its part of the sum
+        return Finding("reduction", name, shape) if isinstance(product, str) else product
+    if kind == "vectors" and any(split_axes.is_split(_axes(t), [-1]) for t in args[:2]):
+        return name
     if kind == "window":
         found = split_windows.windowed(name, args, kwargs, axes, result)
         return Finding("reduction", name, shape) if found is None else [(result, found)]
-    # where rows land may be shared with other ranks: the result is this rank's part of a sum
     if kind == "scatter":
-        return name
+        return _scattered(name, args, kwargs, axes, result)
     if kind == "cut":
         return _cut(name, args, kwargs, axes, result, shape)
-    if not isinstance(result, Tensor):
+    if kind in ("", "added", "vectors") and _has_tensors(func, result):
+        return tried(func, args, kwargs, result) or Finding("reduction", name, shape)
+    if kind == "fact" or not isinstance(result, Tensor):
         return None
+    return [(result, _placed(func, kind, args, kwargs, axes, result))]
+
+
+def _placed(
+    func: Any, kind: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Tensor
+) -> Axes | None:
+    """Of elements in other places, or each in its own."""
     if kind == "view":
-        return [(result, split_axes.reshaped(axes, result.shape))]
-    if name == "unsqueeze":
+        return split_axes.reshaped(axes, result.shape)
+    if kind == "unsqueeze":
         (dim,) = _dims(args, kwargs, 1, 0, len(axes) + 1)
-        return [(result, (*axes[:dim], (), *axes[dim:]))]
+        return (*axes[:dim], (), *axes[dim:])
+    if kind == "repeat":
+        return _repeated(axes, result)
     if kind == "permutation":
-        return [(result, _permuted(func, args, kwargs, axes))]
+        return _permuted(func, args, kwargs, axes)
     if kind == "join":
-        return [(result, _joined(args, kwargs, axes, result))]
-    candidates = [
-        split_axes.broadcast(_axes(t), result.shape) for t in tensors if hasattr(t, "axes")
-    ]
-    return [(result, next((candidate for candidate in candidates if candidate is not None), None))]
+        return _joined(args, kwargs, axes, result)
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if hasattr(x, "axes")]
+    candidates = (split_axes.broadcast(_axes(x), result.shape) for x in inputs)
+    return next((candidate for candidate in candidates if candidate is not None), None)
+
+
+def _has_tensors(func: Any, result: Any) -> bool:
+    """Whether it made some; of collectives nothing is said."""
+    if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+        return False
+    return any(isinstance(x, Tensor) for x in pytree.tree_leaves(result))
+
+
+def _repeated(axes: Axes, result: Tensor) -> Axes:
+    missing = result.dim() - len(axes)
+    found = list(split_axes.plain(result.shape))
+    for dim, atoms in enumerate(axes):
+        if split_axes.is_split(axes, [dim]):
+            times = result.shape[missing + dim] // max(prod(n for n, _ in atoms), 1)
+            found[missing + dim] = ((times, False), *atoms) if times > 1 else atoms
+    return tuple(found)
+
+
+def _scattered(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
+    """Where rows land may be shared with other ranks: then it is this rank's part of a sum."""
+    dims = _dims(args, kwargs, 1, None, len(axes)) if name not in ("index_put", "put") else None
+    if split_axes.is_split(axes, dims) or not isinstance(result, Tensor):
+        return name
+    return [(result, split_axes.broadcast(axes, result.shape))]
 
 
 def _normalized(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any) -> Outcome:
@@ -198,10 +191,10 @@ def _attended(args: tuple, kwargs: dict[str, Any], result: Tensor) -> Outcome:
 def _reduced(
     name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, result: Any, shape: tuple
 ) -> Outcome:
-    place, default = _DIMS_OF[name]
+    place, default = DIMS_OF[name]
     dims = _dims(args, kwargs, place, default, len(axes))
     if split_axes.is_split(axes, dims):
-        if _KIND_OF[name] == "sum":
+        if kind_of(name) == "sum":
             return name
         return Finding("reduction", name, shape)
     results = result if isinstance(result, tuple) else (result,)
@@ -227,7 +220,7 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
         return None
     left = _axes(args[0])
     right = _axes(args[1])
-    if name == "linear":
+    if name in ("linear", "inner"):
         right = right[::-1]
     if len(left) < 1 or len(right) < 2:
         if left and split_axes.is_split(left, [-1]):

@@ -1,0 +1,93 @@
+"""Hooks that write rows of hidden states over context ranks by number or by mask: steering, activation patching."""
+
+import torch
+
+from tests.zoo.case import Case, Family
+from tests.zoo.context_losses import LAYOUTS, by, by_number
+
+ROW = 3
+
+
+def steered(change):
+    """The mean of the losses of a model whose first layer's hidden states a hook has changed."""
+
+    def loss_of(program):
+        layer = program.model.decoder.layers[0]
+        handle = layer.register_forward_hook(lambda module, args, hidden: change(hidden, vectors_like(hidden)))
+        loss = program.losses().mean()
+        handle.remove()
+        return loss
+
+    return loss_of
+
+
+def vectors_like(hidden):
+    """[b, h], as from a file."""
+    _, b, h = hidden.shape
+    return torch.linspace(-1, 1, b * h, dtype=torch.float64).view(b, h)
+
+
+def copied(hidden, v):
+    hidden = hidden.clone()
+    hidden.narrow(0, ROW, 1).copy_(v[None])
+    return hidden
+
+
+def zeroed(hidden, v):
+    hidden = hidden.clone()
+    hidden[ROW].zero_()
+    return hidden
+
+
+def one_hot(hidden):
+    mask = torch.zeros(len(hidden), 1, 1, dtype=hidden.dtype)
+    mask[ROW] = 1
+    return mask
+
+
+def last_by_length(program):
+    losses = program.losses()
+    return torch.stack([row[n] for row, n in zip(losses, torch.tensor([4, 6]), strict=True)]).mean()
+
+
+def by_document(program):
+    lengths = torch.tensor([program.losses().numel() // 2] * 2)
+    return torch.segment_reduce(program.losses().flatten(), "max", lengths=lengths).mean()
+
+
+def numbers():
+    return torch.tensor([ROW])
+
+
+CASES = [
+    by_number("a hook, `h.index_copy(0, rows, v)`", steered(lambda h, v: h.index_copy(0, numbers(), v[None]))),
+    by_number("a hook, `h.index_fill(0, rows, 0.0)`", steered(lambda h, v: h.index_fill(0, numbers(), 0.0))),
+    by_number("a hook, `h.narrow(0, row, 1).copy_(v)`", steered(copied)),
+    by_number("a hook, `h[row].zero_()`", steered(zeroed)),
+    by_number(
+        "a hook, `torch.slice_scatter(h, v, 0, row, row + 1)`",
+        steered(lambda h, v: torch.slice_scatter(h, v[None], 0, ROW, ROW + 1)),
+    ),
+    by_number(
+        "a hook, `h.masked_scatter(mask, v)`",
+        steered(lambda h, v: h.masked_scatter(one_hot(h).bool().expand_as(h), v)),
+    ),
+    Case(
+        "a hook, `h + mask * v` with a mask of one row",
+        by(steered(lambda h, v: h + one_hot(h) * v)),
+        "told",
+        "the same on all 2 context ranks",
+        '`batch["position_ids"]`, or `ContextRows.of_state(ps).of(mask, 1)`',
+    ),
+    Case("a hook, `h + v`", by(steered(lambda h, v: h + v))),
+    Case("a hook, `h.index_fill(2, columns, 0.0)`", by(steered(lambda h, v: h.index_fill(2, numbers(), 0.0)))),
+    by_number("`for row, n in zip(losses, lengths): row[n]`", last_by_length),
+    by_number("`torch.segment_reduce` of losses", by_document),
+]
+
+FAMILY = Family(
+    "Hidden states over context ranks",
+    "Rows that a program's hooks write, or that a loss takes one by one, on two context ranks, as on one.",
+    CASES,
+    tuple(LAYOUTS),
+)

@@ -1,0 +1,41 @@
+"""Rows of a split weight that a penalty takes by number, by functions which a table may not know."""
+
+import torch
+import torch.nn.functional as F
+
+from tests.zoo.case import Case
+from tests.zoo.split_model import gradients, loss_of, only_split
+
+FULL = "`core.tensor_parallel.full_tensor(weight)`"
+
+
+def penalized(function):
+    """The gradients of a loss with a penalty on some of the embedding table."""
+
+    def program(model):
+        table = model.embedding.word_embeddings.weight
+        (loss_of(model) + 0.1 * function(table).square().mean()).backward()
+
+    return gradients(program, style="llama")
+
+
+def told(what, function, says):
+    return Case(what, penalized(function), remedy=FULL, elsewhere=only_split("told", says))
+
+
+CASES = [
+    told("`weight.split(8)[1]`", lambda w: w.split(8)[1], "split by hand sees"),
+    told("`weight.tensor_split(4)[1]`", lambda w: w.tensor_split(4)[1], "tensor_split by hand sees"),
+    told("`torch.take(weight, numbers)`", lambda w: torch.take(w, torch.tensor([40, 41])), "take by hand sees"),
+    told(
+        "`weight.take_along_dim(rows, 0)`",
+        lambda w: w.take_along_dim(torch.tensor([[3], [5]]), 0),
+        "take_along_dim by hand sees",
+    ),
+    told("`weight.diff(dim=0)`", lambda w: w.diff(dim=0), "diff by hand sees"),
+    told("`F.pdist(weight)`", F.pdist, "pdist by hand sees"),
+    told("`F.avg_pool1d(weight.T, 3)`", lambda w: F.avg_pool1d(w.T, 3), "avg_pool1d by hand sees"),
+    Case("`weight.chunk(2, dim=1)`", penalized(lambda w: w.chunk(2, dim=1)[0])),
+    Case("`weight.diff(dim=1)`", penalized(lambda w: w.diff(dim=1))),
+    Case("`torch.stack(weight.split(8, 1))`", penalized(lambda w: torch.stack(w.split(8, 1)))),
+]
