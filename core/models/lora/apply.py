@@ -1,5 +1,6 @@
 """Puts low-rank adapters beside the linears of a GPTModel's layers, and folds them into the weights again."""
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -39,13 +40,17 @@ def apply_lora(model: Modules, config: LoraConfig) -> None:
     Before `DataParallel`. The initial values follow from the model's seed and are the same on every layout; the
     model computes what it did before, since B is zero. All-gather of names over the pipeline ranks.
     Raises ValueError, on every rank and before anything has changed: no GPTModel, one that has adapters or belongs to
-    a DataParallel, names of no linear (with those that exist), a rank above a matrix's sizes.
+    a DataParallel, names of no linear (with those that exist), a rank above a matrix's sizes. Warns: modules are left
+    out, and the model has experts, which get none.
     """
     stages = [_checked(stage) for stage in modules_of(model).values()]
     scale = config.scale
-    assert config.rank is not None
     linears_by_stage = [list(_linears(stage)) for stage in stages]
-    _refuse(config, list(chain.from_iterable(linears_by_stage)), stages)
+    names = _checked_names(config, list(chain.from_iterable(linears_by_stage)), stages)
+    if not config.modules:
+        config = replace(config, modules=names)
+        _tell_of_experts(names, stages)
+    assert config.rank is not None
     for stage, linears in zip(stages, linears_by_stage, strict=True):
         stage.requires_grad_(False)
         for name, linear in linears:
@@ -127,14 +132,18 @@ def _path(name: str) -> str:
 
 
 def _is_named(name: str, modules: Sequence[str]) -> bool:
+    """Whether a linear is one of `modules`; empty: all are."""
     path = _path(name)
-    return any(path == module or path.endswith(f".{module}") for module in modules)
+    return not modules or any(path == module or path.endswith(f".{module}") for module in modules)
 
 
-def _refuse(
+def _checked_names(
     config: LoraConfig, linears: Sequence[tuple[str, Linear]], stages: Sequence[GPTModel]
-) -> None:
-    """Raise ValueError, on all pipeline ranks alike, for what does not fit the whole model."""
+) -> tuple[str, ...]:
+    """Names of the linears of the whole model, as "linear_fc1".
+
+    Raises ValueError, on all pipeline ranks alike, for what does not fit them.
+    """
     sizes = {}
     for name, linear in linears:
         layout = layout_of(linear.weight)
@@ -165,6 +174,21 @@ def _refuse(
     ]
     if problems:
         raise ValueError("apply_lora: " + "; ".join(problems))
+    return tuple(sorted({path.rpartition(".")[2] for path in existing}))
+
+
+def _tell_of_experts(names: Sequence[str], stages: Sequence[GPTModel]) -> None:
+    """Warn, on the first rank, where adapters of all linears are not of all matrices of the layers."""
+    stage = stages[0]
+    # on meta a run is checked before it begins
+    on_meta = next(stage.parameters()).is_meta
+    if stage.config.num_moe_experts is None or stage.parallel.rank != 0 or on_meta:
+        return
+    warnings.warn(
+        f"LoRA: the experts take no adapters and stay frozen; adapters are beside {', '.join(names)}; name "
+        "these as modules (lora.modules in a run) to say so",
+        stacklevel=3,
+    )
 
 
 def _adapt(
