@@ -44,6 +44,27 @@ def test_a_directory_of_steps_is_answered_with_its_newest(tmp_path):
         RunConfig.from_dict({"checkpoint.load": str(tmp_path)}).check(1)
 
 
+@pytest.mark.parametrize("name", ["load", "weights"])
+def test_a_runs_output_is_answered_with_its_newest(tmp_path, name):
+    step = tmp_path / "steps" / "step-00000020"
+    step.mkdir(parents=True)
+    (step / "manifest.json").touch()
+    (tmp_path / "run.toml").write_text(f'[checkpoint]\ndirectory = "{step.parent}"\n')
+    with pytest.raises(ValueError, match=rf"give a step's own directory, as its newest, {step}$"):
+        RunConfig.from_dict({f"checkpoint.{name}": str(tmp_path)}).check(1)
+
+
+@pytest.mark.parametrize("name", ["load", "weights"])
+def test_a_hugging_face_folder_is_no_checkpoint(tmp_path, name):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError) as told:
+        RunConfig.from_dict({f"checkpoint.{name}": str(tmp_path)}).check(1)
+    assert str(told.value).endswith(
+        f"checkpoint.{name}={tmp_path} is a Hugging Face folder, not a checkpoint; give model.huggingface={tmp_path} "
+        "in its place: the run begins with its weights"
+    )
+
+
 def test_a_limit_on_the_size_of_files_is_named(capsys):
     with pytest.raises(SystemExit), errors_as_one_line():
         raise OSError(errno.EFBIG, "File too large")
