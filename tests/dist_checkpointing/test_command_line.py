@@ -206,9 +206,9 @@ def test_a_hugging_face_folder_is_named_with_what_reads_it(tmp_path, capsys):
         told = said(capsys, command, tmp_path, code=2)
         assert told == (
             f"error: {tmp_path} is a Hugging Face folder (it has a config.json), not a checkpoint: a run begins with "
-            f"it as --model.huggingface {tmp_path}, python -m core.training.evaluate {tmp_path} --data TEXT and python "
-            f"-m core.training.generate {tmp_path} --prompt TEXT read it, python -m core.models.huggingface import "
-            f"{tmp_path} CKPT makes a checkpoint of it\n"
+            f"it as --model.huggingface {tmp_path}, python -m core.training.evaluate {tmp_path} --data TEXT and "
+            f"python -m core.training.generate {tmp_path} --prompt TEXT read it, python -m core.models.huggingface "
+            f"import {tmp_path} CKPT makes a checkpoint of it\n"
         )
 
 

@@ -191,11 +191,15 @@ def test_files_of_another_objective_are_named(data, tmp_path, capsys):
     )
     kept = {"checkpoint__directory": str(tmp_path / "kept"), "training__train_steps": 1}
     trained(data, **kept)
-    with pytest.raises(SystemExit):
-        evaluate([str(tmp_path / "kept"), "--device", "cpu"])
-    assert "holds preferences" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="rewards are of a model beside its reference, which is in its run"):
-        evaluate([str(tmp_path / "kept"), "--device", "cpu", "--training.objective", "dpo"])
+    prefix = data["data.train"]
+    for more, held in (([], prefix), (["--training.objective", "dpo"], prefix), (["--data", pairs], pairs)):
+        with pytest.raises(ValueError) as error:
+            evaluate([str(tmp_path / "kept"), "--device", "cpu", *more])
+        assert str(error.value) == (
+            f"{held} holds preferences (chosen, rejected): rewards are of a model beside its reference, which is in "
+            "its run: its training.eval_interval tells them, and a checkpoint alone has none; give --data: text, "
+            "chats, or prompts with a response"
+        )
 
 
 def test_all_mistakes_are_told_at_once():
