@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core import dist_checkpointing
-from core.dist_checkpointing.reading.newest import newest_checkpoint
 from core.their_folders import is_huggingface
 from core.training.config.parts import CheckpointConfig
 
@@ -16,6 +15,9 @@ def _no_checkpoint(name: str, url: str) -> str:
             f"checkpoint.{name}={url} is a Hugging Face folder, not a checkpoint; give model.huggingface={url} in "
             "its place: the run begins with its weights"
         )
+    # here, so that a configuration is read without what reads checkpoints
+    from core.dist_checkpointing.reading.newest import newest_checkpoint
+
     found = "it has no manifest.json" if Path(url).exists() else "there is no such folder"
     example = "as runs/checkpoints/step-00001000"
     try:
@@ -35,7 +37,8 @@ def checkpoint_rules(checkpoint: CheckpointConfig) -> Iterator[tuple[bool, str]]
     load = checkpoint.load
     for name, url in (("load", load), ("weights", checkpoint.weights)):
         if url is not None and "://" not in url:
-            yield ((Path(url) / "manifest.json").is_file(), _no_checkpoint(name, url))
+            is_there = (Path(url) / "manifest.json").is_file()
+            yield is_there, "" if is_there else _no_checkpoint(name, url)
     # the run's own directory
     directory = checkpoint.directory
     if (
