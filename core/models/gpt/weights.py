@@ -41,10 +41,11 @@ class ModelWeights(nn.Module):
     from_config = AbsentMethod()
 
     def __getattr__(self, name: str) -> Any:
-        # called for every submodule and parameter: those first, as nn.Module would find them
-        modules = self.__dict__.get("_modules")
-        if modules is not None and name in modules:
-            return modules[name]
+        # asked for every submodule: no slower than nn.Module's own, and without a further call
+        try:
+            return self.__dict__["_modules"][name]
+        except KeyError:
+            pass
         try:
             return super().__getattr__(name)
         except AttributeError:
