@@ -18,6 +18,7 @@ LOOPS = CHATML.replace(
     "{% if m['content'] is string %}{{ m['content'] }}"
     "{% else %}{% for p in m['content'] %}<{{ p['type'] }}>{{ p['text'] }}{% endfor %}{% endif %}",
 )
+STRINGS = "{% if m['content'] is string %}{{ m['content'] }}{% endif %}"
 
 
 @pytest.mark.parametrize(
@@ -30,9 +31,10 @@ LOOPS = CHATML.replace(
             CHATML.replace("m['content']", "m['content'] | tojson if m['content'] is not string else m['content']"),
             "Two and two?",
         ),
+        (CHATML.replace("{{ m['content'] }}", STRINGS), "Two and two?"),
         (LOOPS, "<text>Two <text>and two?"),
     ],
-    ids=["as it is", "trim", "joined", "tojson", "loop"],
+    ids=["as it is", "trim", "joined", "tojson", "nothing", "loop"],
 )
 def test_contents_in_parts_are_their_texts(tmp_path, chat_folder, template, first):
     """A template that loops over parts writes them; others would write a list as Python does, or fail."""

@@ -27,6 +27,8 @@ _NO_ROLES = "chats whose messages lack a role or a content"
 _NO_ANSWER = "chats without an answer of the assistant"
 _REWRITTEN = "chats of which the chat template rewrites earlier turns"
 _OTHER_PARTS = "chats with parts that are no text, which the chat template does not write"
+# a text that no template has of its own
+_PROBE = "one part of a content"
 # where a template may stand
 _FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
@@ -131,14 +133,14 @@ class ChatTemplate:
     @cached_property
     def _writes_parts(self) -> bool:
         """Whether the template loops over parts."""
-        parts = [{"type": "text", "text": "x"}]
+        parts = [{"type": "text", "text": _PROBE}]
         try:
             text = self._tokenizer.apply_chat_template(
                 [{"role": "user", "content": parts}], tokenize=False
             )
         except Exception:  # a template raises what it likes
             return False
-        return str(parts) not in text and json.dumps(parts) not in text
+        return _PROBE in text and str(parts) not in text and json.dumps(parts) not in text
 
 
 def _joined(content: Any) -> Any:

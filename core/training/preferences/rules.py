@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.build import TextFiles
 from core.datasets.corpus.cached import is_text
+from core.datasets.corpus.conversations import are_conversations
 from core.datasets.corpus.hub import is_hub_name
 from core.datasets.corpus.preferences import are_preferences
 from core.datasets.shards.manifest import is_list
@@ -48,8 +49,11 @@ def preferences_in(blends: Iterable[tuple[str, ...]]) -> str | None:
                 return prefix
         try:
             for _, name in open_blend(blend) if blend else ():
-                is_local = is_text(name) and not is_hub_name(name)
-                if is_local and are_preferences(TextFiles(inputs=(name,)).sources):
+                if not is_text(name) or is_hub_name(name):
+                    continue
+                sources = TextFiles(inputs=(name,)).sources
+                # rows that are chats as well are read as chats
+                if are_preferences(sources) and not are_conversations(sources):
                     return name
         except (ValueError, OSError, ImportError):  # told when they are prepared
             continue
