@@ -16,6 +16,7 @@ import numpy as np
 from core.datasets.card import card_path
 from core.datasets.token_file import TokenFile, file_paths
 from core.datasets.tokenizers.any_tokenizer import tokenizer_of
+from core.their_folders import huggingface_told
 
 # documents whose length is read: evenly spread over a file of more
 _MAX_SAMPLED = 100_000
@@ -149,6 +150,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if Path(prefix).suffix in (".bin", ".idx"):
         prefix = str(Path(prefix).with_suffix(""))
     try:
+        if told := huggingface_told(prefix, "a token file"):
+            raise ValueError(told)
         file = TokenFile(prefix)
         if options.verify:
             file.verify()

@@ -74,7 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     tokenizer = parser.add_mutually_exclusive_group()
     tokenizer.add_argument(
-        "--tokenizer", metavar="FILE", help="a Hugging Face tokenizer.json; default: bytes"
+        "--tokenizer",
+        metavar="FILE",
+        help="a Hugging Face tokenizer.json, or its folder; default: bytes",
     )
     tokenizer.add_argument(
         "--train-tokenizer",
@@ -163,9 +165,7 @@ def _tokenizer(options: argparse.Namespace, text_files: TextFiles) -> AnyTokeniz
 
 
 def _no_tokenizer(path: Path) -> str:
-    """What is wrong with a name that is no file: a folder may hold one, or none."""
-    if (path / TOKENIZER).is_file():
-        return f"--tokenizer {path} is a folder; give --tokenizer {path / TOKENIZER}"
+    """What is wrong with a name that is no file."""
     if path.is_dir() or (path.name == TOKENIZER and path.parent.is_dir()):
         folder = path if path.is_dir() else path.parent
         return without_tokenizer(folder, "--tokenizer FILE")
@@ -255,6 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("error: these are Megatron's arguments:", *lines, sep="\n  ", file=sys.stderr)
         return 2
     options = _parser().parse_args(command_line)
+    if options.tokenizer is not None and (Path(options.tokenizer) / TOKENIZER).is_file():
+        options.tokenizer = str(Path(options.tokenizer) / TOKENIZER)
     try:
         checked_prefix(options.output)  # before hours of learning
         for name in filter(is_hub_name, options.input):

@@ -27,6 +27,7 @@ from core.dist_checkpointing.tools.reshard import GOOD_AMPLIFICATION, amplificat
 from core.dist_checkpointing.tools.show import facts, text
 from core.dist_checkpointing.tools.sign import sign, unsigned
 from core.dist_checkpointing.tools.steps import add_step_commands
+from core.their_folders import huggingface_told
 
 PATH = (
     "a checkpoint, or a directory of steps, of which the newest is taken; or a URL (gs://, s3://)"
@@ -41,7 +42,8 @@ def find(path: str) -> str:
     steps = root.steps()
     if not steps:
         raise FileNotFoundError(
-            f"{path} is no checkpoint, it has no {MANIFEST}, and no directory of steps; give one of the two"
+            huggingface_told(path, "a checkpoint")
+            or f"{path} is no checkpoint, it has no {MANIFEST}, and no directory of steps; give one of the two"
         )
     newest = steps[-1]
     say(f"{path}: the newest of {len(steps)} steps, {step_name(newest)}", error=True)

@@ -6,6 +6,7 @@ Names are loaded at first use: a configuration is read, and refused, without the
 from typing import TYPE_CHECKING
 
 from core.lazy_exports import lazy_exports
+from core.training.their_names import answers_their_names
 
 if TYPE_CHECKING:
     from core.training.config import CheckpointConfig as CheckpointConfig
@@ -26,4 +27,5 @@ if TYPE_CHECKING:
     from core.training.run.evaluate import next_token_loss as next_token_loss
     from core.training.run.loop import train as train
 else:
-    __getattr__, __dir__ = lazy_exports(__name__)
+    _load, __dir__ = lazy_exports(__name__)
+    __getattr__ = answers_their_names(_load)

@@ -11,7 +11,7 @@ Every flag of a run can follow, as --training.micro-batch-size 8 or --data.seque
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from core.training.log.console import errors_as_one_line
 from core.training.log.json_rows import json_number
 from core.training.log.validation import MAIN, perplexity
 from core.training.model.folder import tokenizer_in
+from core.training.preferences.rules import preferences_in
 from core.training.run.cut_answers import Cut, cut_answers
 from core.training.run.data import Corpus, open_corpus
 from core.training.run.evaluate import TextLoss, evaluate_texts
@@ -84,16 +85,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"{options.model} is a model without a text: 0 texts to evaluate; give --data PREFIX"
         )
+    # before its tokenizer is looked for
+    _refuse_preferences([(name,) for name in options.data or ()])
     names, given = _texts_and_settings(options.data, trained)
     loaded = load_run(flags, defaults={**trained.settings, **given})
+    texts = loaded.run.data
+    _refuse_preferences(
+        [texts.train, texts.valid, *[(name,) for name in texts.valid_sets.values()]],
+        loaded.run.training.objective,
+    )
     run = checked(
         replace(loaded, run=_with_small_batches(loaded, options.max_batches)), started_processes()
     )
-    if run.training.objective == "dpo":
-        raise ValueError(
-            "rewards are of a model beside its reference, which is in its run: training.objective=dpo tells them by "
-            "training.eval_interval, and are none of a checkpoint alone; give text, chats, or prompts with a response"
-        )
     with launch(run.device, backend=run.parallel.backend) as device, errors_as_one_line():
         same_on_all_ranks(run)
         ps = ParallelState.build(run.parallel, device=device)
@@ -162,6 +165,18 @@ def _tokenizer_of_run(trained: Trained) -> str:
             "(python -m core.datasets.prepare --tokenizer FILE) and give --data PREFIX"
         )
     return str(beside)
+
+
+def _refuse_preferences(blends: Iterable[tuple[str, ...]], objective: str = "next_token") -> None:
+    """Raise ValueError for a text of pairs: what is learned from them is no property of a checkpoint."""
+    pairs = preferences_in(blends)
+    if pairs is None and objective != "dpo":
+        return
+    holds = "" if pairs is None else f"{pairs} holds preferences (chosen, rejected): "
+    raise ValueError(
+        f"{holds}rewards are of a model beside its reference, which is in its run: its training.eval_interval tells "
+        "them, and a checkpoint alone has none; give --data: text, chats, or prompts with a response"
+    )
 
 
 def _with_small_batches(loaded: Loaded, max_batches: int) -> RunConfig:

@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 -m core.training.generate CKPT --source HF_DIR --pro
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from core.training.generation import generate as generate
 from core.training.generation import generate_batch as generate_batch
 from core.training.log.console import errors_as_one_line
 from core.training.run.facts import model_of_checkpoint, tokenizer_file, tokenizer_of_checkpoint
+from core.training.run.trained import no_model
 from core.training.sampling import Sampling
 from core.training.their_flags import parsed
 
@@ -53,7 +55,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--tokenizer", metavar="FILE", help="a tokenizer.json; default: the folder's, or the run's")
     add("--prompt", action="append", required=True, help="given several times: a batch")
-    add("--chat", action="store_true", help="each prompt is a user's message, in the chat template")
+    add(
+        "--chat",
+        action="store_true",
+        help="each prompt is a user's message in the chat template, or a chat: a JSON list of "
+        '{"role": ..., "content": ...}',
+    )
     add("--system", metavar="TEXT", help="the system's message before it, with --chat")
     # Hugging Face's and Megatron's names beside ours
     add("--new-tokens", "--max-new-tokens", "--num-tokens-to-generate", type=int, default=100)
@@ -153,17 +160,41 @@ def _prompt_tokens(
     if not options.chat:
         if options.system is not None:
             raise ValueError("--system is a message of a chat; give --chat too")
-        return [tokenizer.encode_prompt(prompt) for prompt in options.prompt]
+        prompts = [tokenizer.encode_prompt(prompt) for prompt in options.prompt]
+        if not all(prompts):
+            raise ValueError(
+                "--prompt is empty, and this tokenizer begins a text with no token of its own: there is nothing to "
+                "go on from; give some text"
+            )
+        return prompts
     if file is None:
         raise ValueError(
             "--chat needs a chat template, and this run had bytes for tokens; leave it out"
         )
-    template = ChatTemplate(file.parent)
+    template = ChatTemplate(file.parent, otherwise="leave out --chat")
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
-    return [
-        template.question([*system, {"role": "user", "content": prompt}])
-        for prompt in options.prompt
-    ]
+    return [template.question([*system, *_messages(prompt)]) for prompt in options.prompt]
+
+
+def _messages(prompt: str) -> list[dict[str, Any]]:
+    """A user's message, or the chat that a JSON list of messages is. Raises ValueError: nothing is left to answer."""
+    try:
+        chat = json.loads(prompt) if prompt.lstrip().startswith("[") else None
+    except ValueError:
+        chat = None
+    # other lists are texts that a user may write
+    if not (isinstance(chat, list) and any(isinstance(m, dict) and "role" in m for m in chat)):
+        return [{"role": "user", "content": prompt}]
+    if not all(isinstance(m, dict) and m.keys() >= {"role", "content"} for m in chat):
+        raise ValueError(
+            '--prompt is a list of messages, and some lack a "role" or a "content"; give both in each'
+        )
+    if chat[-1]["role"] == "assistant":
+        raise ValueError(
+            "--prompt is a chat that ends with the assistant's message, and the model gives the next one; end with "
+            "the user's"
+        )
+    return chat
 
 
 def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bool) -> None:
@@ -178,6 +209,8 @@ def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bo
         raise ValueError(
             f"{source} is no folder; give a Hugging Face folder, a run's output or a checkpoint that is there"
         )
+    if not is_checkpoint and not (Path(options.model).expanduser() / "config.json").is_file():
+        raise ValueError(no_model(options.model))
     if from_folder and options.tokenizer is None and not (source / "tokenizer.json").is_file():
         told = adapters_alone(source)
         raise ValueError(told or without_tokenizer(source, "--tokenizer FILE"))

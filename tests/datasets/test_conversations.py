@@ -315,8 +315,13 @@ def test_the_next_command_names_the_folder_of_the_tokenizer(tmp_path, chat_folde
         assert written(tmp_path, [{"messages": TALK}], "--tokenizer", str(name)) is None
         said = f"error: {folder} has no tokenizer.json; give --tokenizer FILE (tokenizers' file; transformers' Au"
         assert said in capsys.readouterr().err
-    assert written(tmp_path, [{"messages": TALK}], "--tokenizer", str(chat_folder)) is None
-    assert f"is a folder; give --tokenizer {chat_folder / 'tokenizer.json'}" in capsys.readouterr().err
+
+
+def test_a_tokenizer_may_be_named_by_its_folder(tmp_path, chat_folder, capsys):
+    by_file = written(tmp_path, [{"messages": TALK}], "--tokenizer", str(chat_folder / "tokenizer.json")).document(0)
+    told = capsys.readouterr().out
+    by_folder = written(tmp_path, [{"messages": TALK}], "--tokenizer", str(chat_folder)).document(0)
+    assert by_folder.tolist() == by_file.tolist() and capsys.readouterr().out.split()[0] == told.split()[0]
 
 
 ROWS = {

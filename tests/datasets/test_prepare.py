@@ -352,6 +352,13 @@ def test_inspect_of_what_does_not_open(text, tmp_path, capsys):
     assert "a.bin was changed" in capsys.readouterr().err
 
 
+def test_inspect_of_a_hugging_face_folder(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    assert inspect.main([str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert "is a Hugging Face folder (it has a config.json), not a token file: a run begins with it as" in told
+
+
 def test_inspect_of_megatrons_own_file(tmp_path, capsys, monkeypatch):
     with TokenFileWriter(tmp_path / "a", vocab_size=9) as writer:
         for i in range(50):

@@ -199,6 +199,19 @@ def test_errors_are_one_line(root, tmp_path, capsys):
     assert not (tmp_path / "nowhere").exists() and not (tmp_path / "out").exists()
 
 
+def test_a_hugging_face_folder_is_named_with_what_reads_it(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").touch()
+    for command in ("inspect", "verify"):
+        told = said(capsys, command, tmp_path, code=2)
+        assert told == (
+            f"error: {tmp_path} is a Hugging Face folder (it has a config.json), not a checkpoint: a run begins with "
+            f"it as --model.huggingface {tmp_path}, python -m core.training.evaluate {tmp_path} --data TEXT and "
+            f"python -m core.training.generate {tmp_path} --prompt TEXT read it, python -m core.models.huggingface "
+            f"import {tmp_path} CKPT makes a checkpoint of it\n"
+        )
+
+
 def test_none_of_it_needs_torch(root, tmp_path):
     code = "import sys; sys.modules['torch'] = None; from core.dist_checkpointing.__main__ import main; "
     code += "import shlex; [print(main(shlex.split(line))) for line in sys.stdin.read().splitlines()]"

@@ -1,7 +1,11 @@
 """Adapters among dense layers, experts and shared experts: on tensor and expert ranks, and in peft's names."""
 
+import shutil
+import warnings
+
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from core.data_parallel import DataParallel
@@ -13,14 +17,16 @@ from core.models.lora import LoraConfig, apply_lora, lora_state_dict
 from core.models.lora.peft_folder import export_adapters
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
-from core.training import next_token_loss
+from core.training import RunConfig, initialize, next_token_loss
 from tests.models.huggingface import TODAY, random_model
 from tests.models.lora import set_b
 from tests.parity.shards import whole_gradients
 from tests.parity.whole import assert_same
 from tests.states import state
+from tests.training.test_begin import SIZES, fields_of
+from tests.training.tiny import prepared
 
-LORA = LoraConfig(rank=2, alpha=4.0)
+LORA = LoraConfig(rank=2, alpha=4.0, modules=("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
 
 
 def adapted(ps):
@@ -79,3 +85,68 @@ def test_peft_names_of_layers_of_two_kinds(tmp_path):
     tokens = torch.arange(8)[None]
     plain.eval(), model.eval()
     assert (plain(tokens) - model(tokens)).abs().max() < 1e-9
+
+
+def of_kind(kind):
+    facts = from_huggingface(TODAY[kind](), params_dtype=torch.float64).arguments()
+    return GPTModel(**facts, parallel=ParallelState.single("cpu"))
+
+
+def adapted_paths(model):
+    trained = {name.split(".", 3)[3] for name, p in model.named_parameters() if p.requires_grad}
+    assert all(".adapter.lora_" in name for name in trained)
+    return {name.partition(".adapter.")[0] for name in trained}
+
+
+def test_without_modules_every_linear_is_adapted_and_experts_are_told_of():
+    model = of_kind("mixtral")
+    with pytest.warns(UserWarning) as told:
+        apply_lora(model, LoraConfig(rank=2))
+    assert [str(one.message) for one in told] == [
+        "LoRA: the experts take no adapters and stay frozen; adapters are beside linear_proj, linear_qkv; name these "
+        "as modules (lora.modules in a run) to say so"
+    ]
+    assert adapted_paths(model) == {"self_attention.linear_qkv", "self_attention.linear_proj"}
+    assert model.lora.facts()["modules"] == ["linear_proj", "linear_qkv"], "as its checkpoints say"
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "mistral"])
+def test_named_modules_and_dense_models_hear_nothing(kind):
+    model = of_kind(kind)
+    lora = LoraConfig(rank=2, modules=("linear_proj", "linear_qkv")) if kind == "mixtral" else LoraConfig(rank=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        apply_lora(model, lora)
+    assert len(adapted_paths(model)) == (2 if kind == "mixtral" else 4)
+
+
+def test_named_modules_are_checked_strictly():
+    with pytest.raises(ValueError, match="'linear_fc1' is no linear of this model; there are self_attention"):
+        apply_lora(of_kind("mixtral"), LoraConfig(rank=2, modules=("linear_qkv", "linear_fc1")))
+
+
+def test_a_run_of_experts_without_modules_goes_on(tmp_path, capsys):
+    """The check before a run is silent; its checkpoint names the modules, and the same settings open it."""
+    corpus = prepared(tmp_path)
+    torch.manual_seed(2)
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = transformers.MixtralConfig(**SIZES, **sizes)
+    folder = tmp_path / "mixtral"
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
+    shutil.copy(corpus.tokenizer, folder / "tokenizer.json")
+
+    def losses(steps, directory):
+        more = {"lora__rank": 2, "training__train_steps": steps, "optimizer__lr_schedule": "constant"}
+        fields = fields_of(corpus, "mixtral", **more)
+        run = RunConfig.from_dict(fields | {"checkpoint.directory": str(directory)})
+        model, _, _, loader = initialize(config=run)
+        assert (
+            capsys.readouterr().out.count("note: the experts take no adapters and stay frozen; adapters are bes") == 1
+        )
+        found = [float(model.train_step(batch).loss) for batch in loader]
+        model.close()
+        return found
+
+    torch.set_default_dtype(torch.float32)
+    first = losses(2, tmp_path / "run")
+    assert first + losses(3, tmp_path / "run") == pytest.approx(losses(3, tmp_path / "alone"), abs=5e-5)

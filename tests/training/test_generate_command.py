@@ -18,7 +18,7 @@ from core.dist_checkpointing import save
 from core.models.huggingface import from_huggingface
 from core.models.huggingface.importing import import_huggingface
 from core.parallel_state import ParallelState
-from core.training.generate import main
+from core.training.generate import _messages, main
 from core.training.run.trained import find_trained
 from tests import warm
 
@@ -183,8 +183,40 @@ def test_prompts_are_read_as_transformers_reads_them(chatty, tmp_path, capsys):
         assert capsys.readouterr().out == hf.decode(greedy(chatty, ids)) + "\n", "the answer alone"
 
 
+def test_a_prompt_may_be_a_chat(chatty, capsys):
+    hf = transformers.AutoTokenizer.from_pretrained(chatty)
+    chat = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"), ("user", "c"))]
+    for system in ([], [{"role": "system", "content": "short"}]):
+        ids = hf.apply_chat_template([*system, *chat], add_generation_prompt=True, return_dict=True)["input_ids"]
+        words = ["--system", "short"] if system else []
+        assert main([str(chatty), "--chat", *words, "--prompt", json.dumps(chat), "--new-tokens", "8"]) == 0
+        assert capsys.readouterr().out == hf.decode(greedy(chatty, ids)) + "\n"
+    with pytest.raises(ValueError, match="a chat that ends with the assistant's message, and the model gives"):
+        main([str(chatty), "--chat", "--prompt", json.dumps(chat[:2])])
+    with pytest.raises(ValueError, match='list of messages, and some lack a "role" or a "content"; give'):
+        main([str(chatty), "--chat", "--prompt", '[{"role": "user"}]'])
+    for text in ('[{"id": 1}]', "[1, 2", "[]"):  # what a user may ask about
+        assert _messages(text) == [{"role": "user", "content": text}]
+
+
+def test_an_empty_prompt(folder, chatty, capsys):
+    """There is something to go on from where the tokenizer begins each text."""
+    with pytest.raises(ValueError, match=r"^--prompt is empty, and this tokenizer begins a text with no token of it"):
+        main([str(folder), "--prompt", "x", "--prompt", ""])
+    assert main([str(chatty), "--prompt", "", "--new-tokens", "2"]) == 0
+
+
+def test_a_folder_without_a_model(tmp_path):
+    (tmp_path / "tokenizer.json").touch()
+    told = rf"^{tmp_path} is no run \(it has no run.toml\), no checkpoint \(no manifest.json\), no directory of"
+    with pytest.raises(ValueError, match=told):
+        main([str(tmp_path), "--prompt", "x"])
+    with pytest.raises(ValueError, match=told):
+        find_trained(str(tmp_path))
+
+
 def test_a_chat_needs_its_template(folder):
-    with pytest.raises(ValueError, match="so no chat template for messages; copy the file"):
+    with pytest.raises(ValueError, match=r"so no chat template for messages; copy the file .*, or leave out --chat$"):
         main([str(folder), "--chat", "--prompt", "x"])
     with pytest.raises(ValueError, match="--system is a message of a chat; give --chat too"):
         main([str(folder), "--system", "short", "--prompt", "x"])

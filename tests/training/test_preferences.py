@@ -12,6 +12,7 @@ from core.training.evaluate import main as evaluate
 from core.training.log.metrics import read_metrics
 from core.training.log.validation import read_validations
 from core.training.preferences.loss import NAMES
+from core.training.preferences.rules import preferences_in
 from tests.datasets.chats import lines
 
 FIELDS = {
@@ -191,11 +192,24 @@ def test_files_of_another_objective_are_named(data, tmp_path, capsys):
     )
     kept = {"checkpoint__directory": str(tmp_path / "kept"), "training__train_steps": 1}
     trained(data, **kept)
-    with pytest.raises(SystemExit):
-        evaluate([str(tmp_path / "kept"), "--device", "cpu"])
-    assert "holds preferences" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="rewards are of a model beside its reference, which is in its run"):
-        evaluate([str(tmp_path / "kept"), "--device", "cpu", "--training.objective", "dpo"])
+    prefix = data["data.train"]
+    for more, held in (([], prefix), (["--training.objective", "dpo"], prefix), (["--data", pairs], pairs)):
+        with pytest.raises(ValueError) as error:
+            evaluate([str(tmp_path / "kept"), "--device", "cpu", *more])
+        assert str(error.value) == (
+            f"{held} holds preferences (chosen, rejected): rewards are of a model beside its reference, which is in "
+            "its run: its training.eval_interval tells them, and a checkpoint alone has none; give --data: text, "
+            "chats, or prompts with a response"
+        )
+
+
+def test_rows_that_are_chats_as_well_are_chats(data, tmp_path):
+    row = {"messages": [], "prompt": "a", "chosen": "b", "rejected": "c"}
+    both = lines(tmp_path / "both.jsonl", [row])
+    pairs = lines(tmp_path / "pairs.jsonl", [{name: row[name] for name in ("prompt", "chosen", "rejected")}])
+    assert preferences_in([(both,), (str(tmp_path / "nowhere"),)]) is None
+    assert preferences_in([(both,), (pairs,)]) == pairs
+    assert preferences_in([(data["data.train"],)]) == data["data.train"]
 
 
 def test_all_mistakes_are_told_at_once():

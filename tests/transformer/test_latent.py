@@ -212,7 +212,7 @@ def test_positions_may_be_learned_and_biases_are_of_the_output():
 def test_adapters_are_of_the_split_linears():
     model = GPTModel(small(), llama_spec(), 53, 24, parallel=ParallelState.single("cpu"))
     with pytest.raises(ValueError, match=r"'linear_qkv' is no linear of this model.*linear_kv_up_proj"):
-        apply_lora(model, LoraConfig(rank=2))
+        apply_lora(model, LoraConfig(rank=2, modules=("linear_qkv", "linear_proj")))
     named = ("linear_q_up_proj", "linear_kv_up_proj", "linear_proj")
     tokens = torch.randint(53, (1, 9))
     before = model(tokens)
@@ -221,6 +221,13 @@ def test_adapters_are_of_the_split_linears():
     model(tokens).sin().sum().backward()
     trained = [name for name, p in model.named_parameters() if p.grad is not None]
     assert len(trained) == 2 * 3 * 2 and all(".adapter." in name for name in trained)
+
+
+def test_adapters_without_modules_are_of_the_latents_too():
+    model = GPTModel(small(), llama_spec(), 53, 24, parallel=ParallelState.single("cpu"))
+    apply_lora(model, LoraConfig(rank=2))
+    attention = ["linear_kv_up_proj", "linear_proj", "linear_q_up_proj"]
+    assert sorted(model.lora.modules) == sorted(["linear_fc1", "linear_fc2", *attention])
 
 
 class Ours(nn.Module):

@@ -25,7 +25,7 @@ from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 from core.datasets.tokenizers.folder import answer_end, ends_told, shaping_digest
 
 _FORMAT = 1
-_CHATS_FORMAT = 2  # answers end with the eos_token beside the tokenizer
+_CHATS_FORMAT = 3  # answers end with the eos_token beside the tokenizer; parts of text are joined
 # of fewer, paragraphs are the documents: training and validation parts consist of whole ones
 _FEW_FILES = 3
 # a process that waits looks so often, and so long for one that prepares

@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,9 @@ _NEITHER = 'rows without "messages", "conversations" or a "prompt" with its "res
 _NO_ROLES = "chats whose messages lack a role or a content"
 _NO_ANSWER = "chats without an answer of the assistant"
 _REWRITTEN = "chats of which the chat template rewrites earlier turns"
+_OTHER_PARTS = "chats with parts that are no text, which the chat template does not write"
+# a text that no template has of its own
+_PROBE = "one part of a content"
 # where a template may stand
 _FILES = ("tokenizer_config.json", "chat_template.jinja", "chat_template.json")
 
@@ -51,16 +54,16 @@ class _RewrittenTurnsError(UnusableRowError):
 
 
 class ChatTemplate:
-    """The chat template that lies beside a `tokenizer.json`.
+    """The chat template that lies beside a `tokenizer.json`. otherwise: what to do without one, for the message.
 
     Raises ValueError: there is none. ImportError with the remedy: transformers is missing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, otherwise: str = "give rows of prompt and response") -> None:
         if not any((folder / name).is_file() for name in _FILES):
             raise ValueError(
                 f"{folder} holds none of {', '.join(_FILES)}, so no chat template for messages; copy the file "
-                "of the model whose tokenizer it is there, or give rows of prompt and response"
+                f"of the model whose tokenizer it is there, or {otherwise}"
             )
         try:
             from transformers import AutoTokenizer
@@ -72,7 +75,7 @@ class ChatTemplate:
         if self._tokenizer.chat_template is None:
             raise ValueError(
                 f"the tokenizer of {folder} has no chat template; put the model's chat_template.jinja beside it, "
-                "or give rows of prompt and response"
+                f"or {otherwise}"
             )
 
     def encode(
@@ -82,6 +85,7 @@ class ChatTemplate:
 
         prompt: messages at the beginning that are no answers, whoever's they are.
         """
+        messages = self._readable(messages)
         render = partial(self._tokenizer.apply_chat_template, tokenize=False, tools=tools)
         text = render(messages)
         spans = []
@@ -105,11 +109,48 @@ class ChatTemplate:
         return Conversation(encoded["input_ids"], answers)
 
     def question(self, messages: list[Mapping[str, Any]]) -> list[int]:
-        """A chat as far as the header of the answer that is to come."""
+        """A chat as far as the header of the answer that is to come. Raises ValueError: parts that nothing writes."""
+        try:
+            messages = self._readable(messages)
+        except UnusableRowError as error:
+            raise ValueError(f"{error}; give texts") from None
         text = self._tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _readable(self, messages: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Where contents are lists of parts and the template knows texts only: their texts, joined.
+
+        transformers would write the list as Python does, or JSON, into what is learned.
+        """
+        if not any(isinstance(message["content"], list) for message in messages):
+            return messages
+        if self._writes_parts:
+            return messages
+        return [{**message, "content": _joined(message["content"])} for message in messages]
+
+    @cached_property
+    def _writes_parts(self) -> bool:
+        """Whether the template loops over parts."""
+        parts = [{"type": "text", "text": _PROBE}]
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": parts}], tokenize=False
+            )
+        except Exception:  # a template raises what it likes
+            return False
+        return _PROBE in text and str(parts) not in text and json.dumps(parts) not in text
+
+
+def _joined(content: Any) -> Any:
+    """The texts of a list of parts as one; what is no list stays. Raises `UnusableRowError`: other parts."""
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") if isinstance(part, dict) else None for part in content]
+    if not all(isinstance(text, str) for text in texts):
+        raise UnusableRowError(_OTHER_PARTS)
+    return "".join(map(str, texts))
 
 
 def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
+from core.models.gpt.their_methods import ELSEWHERE, AbsentMethod, not_here
 from core.models.lora.config import LoraConfig
 from core.parallel_state import (
     ParallelState,
@@ -36,6 +37,21 @@ class ModelWeights(nn.Module):
     # follows split weights; None where one rank has all
     _watch: SplitWatch | None
     _warned_of_shards = False
+    from_pretrained = AbsentMethod()
+    from_config = AbsentMethod()
+
+    def __getattr__(self, name: str) -> Any:
+        # asked for every submodule: no slower than nn.Module's own, and without a further call
+        try:
+            return self.__dict__["_modules"][name]
+        except KeyError:
+            pass
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name not in ELSEWHERE:
+                raise
+        raise not_here(type(self), name)
 
     def init_weights(self) -> None:
         """Fill every parameter with its initial values again, after `to_empty` above all.

@@ -1,6 +1,7 @@
 """Puts low-rank adapters beside the linears of a GPTModel's layers, and folds them into the weights again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -33,19 +34,27 @@ Linear = ColumnParallelLinear | RowParallelLinear
 ADAPTER = ".adapter.lora_"
 
 
-def apply_lora(model: Modules, config: LoraConfig) -> None:
+def _warn(line: str) -> None:
+    warnings.warn(f"LoRA: {line}", stacklevel=4)
+
+
+def apply_lora(model: Modules, config: LoraConfig, *, say: Callable[[str], None] = _warn) -> None:
     """Freeze a GPTModel, or this rank's pipeline stages, and put an adapter beside each linear that `config` names.
 
     Before `DataParallel`. The initial values follow from the model's seed and are the same on every layout; the
     model computes what it did before, since B is zero. All-gather of names over the pipeline ranks.
     Raises ValueError, on every rank and before anything has changed: no GPTModel, one that has adapters or belongs to
-    a DataParallel, names of no linear (with those that exist), a rank above a matrix's sizes.
+    a DataParallel, names of no linear (with those that exist), a rank above a matrix's sizes. Where modules are left
+    out and the model has experts, which get none, `say` is told on the first rank; default: a warning.
     """
     stages = [_checked(stage) for stage in modules_of(model).values()]
     scale = config.scale
-    assert config.rank is not None
     linears_by_stage = [list(_linears(stage)) for stage in stages]
-    _refuse(config, list(chain.from_iterable(linears_by_stage)), stages)
+    names = _checked_names(config, list(chain.from_iterable(linears_by_stage)), stages)
+    if not config.modules:
+        config = replace(config, modules=names)
+        _tell_of_experts(names, stages[0], say)
+    assert config.rank is not None
     for stage, linears in zip(stages, linears_by_stage, strict=True):
         stage.requires_grad_(False)
         for name, linear in linears:
@@ -127,14 +136,18 @@ def _path(name: str) -> str:
 
 
 def _is_named(name: str, modules: Sequence[str]) -> bool:
+    """Whether a linear is one of `modules`; empty: all are."""
     path = _path(name)
-    return any(path == module or path.endswith(f".{module}") for module in modules)
+    return not modules or any(path == module or path.endswith(f".{module}") for module in modules)
 
 
-def _refuse(
+def _checked_names(
     config: LoraConfig, linears: Sequence[tuple[str, Linear]], stages: Sequence[GPTModel]
-) -> None:
-    """Raise ValueError, on all pipeline ranks alike, for what does not fit the whole model."""
+) -> tuple[str, ...]:
+    """Names of the linears of the whole model, as "linear_fc1".
+
+    Raises ValueError, on all pipeline ranks alike, for what does not fit them.
+    """
     sizes = {}
     for name, linear in linears:
         layout = layout_of(linear.weight)
@@ -165,6 +178,16 @@ def _refuse(
     ]
     if problems:
         raise ValueError("apply_lora: " + "; ".join(problems))
+    return tuple(sorted({path.rpartition(".")[2] for path in existing}))
+
+
+def _tell_of_experts(names: Sequence[str], stage: GPTModel, say: Callable[[str], None]) -> None:
+    """That adapters of all linears are not of all matrices of the layers."""
+    if stage.config.num_moe_experts is not None and stage.parallel.rank == 0:
+        say(
+            f"the experts take no adapters and stay frozen; adapters are beside {', '.join(names)}; name these as "
+            "modules (lora.modules in a run) to say so"
+        )
 
 
 def _adapt(

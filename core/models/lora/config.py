@@ -8,7 +8,7 @@ from typing import Any
 from core.field_names import tells_names
 from core.parallel_state.config import raise_all
 
-# all matrices of a dense layer
+# all matrices of a dense layer, for messages
 LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 # what changes the function that a model computes
 _OF_THE_MODEL = ("rank", "alpha", "modules", "rslora")
@@ -31,8 +31,9 @@ class LoraConfig:
     dropout: float = 0.0
     """Of what A multiplies, while training (lora_dropout)."""
 
-    modules: tuple[str, ...] = LINEARS
-    """The linears of every layer that get one, by name or by the end of their path (target_modules)."""
+    modules: tuple[str, ...] = ()
+    """The linears of every layer that get one, by name or by the end of their path (target_modules); default: all of
+    them, which leaves out embeddings, norms, routers and stacked experts."""
 
     rslora: bool = False
     """Multiply by alpha / sqrt(rank) instead (use_rslora)."""
@@ -54,8 +55,8 @@ class LoraConfig:
         yield self.alpha > 0, f"alpha={self.alpha} must be above 0"
         yield 0 <= self.dropout < 1, f"dropout={self.dropout} must be at least 0 and below 1"
         yield (
-            bool(modules) and all(modules),
-            f"modules={list(modules)} must be names of linears, such as {', '.join(LINEARS)}",
+            all(modules),
+            f"modules={list(modules)} must be names of linears, such as {', '.join(LINEARS)}; leave it out for all",
         )
         yield (
             len(set(modules)) == len(modules),
@@ -88,10 +89,13 @@ class LoraConfig:
             ) from error
 
     def differences(self, facts: "dict[str, Any]") -> list[str]:
-        """In what adapters of a checkpoint are others than these, each as "lora.rank=8 (here 16)"."""
+        """In what adapters of a checkpoint are others than these, each as "lora.rank=8 (here 16)".
+
+        Modules that are left out are compared once `apply_lora` has found them in the model.
+        """
         own_facts = self.facts()
         return [
             f"lora.{name}={facts.get(name)} (here {own_facts[name]})"
             for name in own_facts
-            if facts.get(name) != own_facts[name]
+            if facts.get(name) != own_facts[name] and (name != "modules" or self.modules)
         ]

@@ -34,6 +34,6 @@ def lora_rules(
     except (ValueError, OSError):  # told by the rules of the model
         return
     try:
-        apply_lora(whole, lora)
+        apply_lora(whole, lora, say=lambda line: None)
     except ValueError as error:
         yield False, f"lora: {str(error).removeprefix('apply_lora: ')}"

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from core import dist_checkpointing
 from core.datasets import TokenFile, open_blend
 from core.datasets.corpus.cached import is_text
 from core.datasets.corpus.hub import hub_remedy
@@ -16,6 +15,7 @@ from core.optimizer.config import NEEDS_STATES_AT_HAND, OptimizerConfig
 from core.parallel_state.config import ParallelConfig, divisors, raise_all
 from core.parallel_state.context import wrong_length
 from core.training.config.adapters import lora_rules
+from core.training.config.checkpoints import checkpoint_rules
 from core.training.config.data import DataConfig
 from core.training.config.parts import (
     CheckpointConfig,
@@ -260,39 +260,6 @@ def _recompute_rules(training: TrainingConfig, parallel: ParallelConfig) -> Rule
     )
 
 
-def _no_checkpoint(name: str, url: str) -> str:
-    """What is said of checkpoint.load and checkpoint.weights that are none."""
-    found = "it has no manifest.json" if Path(url).exists() else "there is no such folder"
-    example = "as runs/checkpoints/step-00001000"
-    if Path(url).is_dir() and (steps := sorted(Path(url).glob("step-*/manifest.json"))):
-        example = f"as its newest, {steps[-1].parent}"
-    return (
-        f"checkpoint.{name}={url} is no checkpoint: {found}; give a step's own directory, {example}"
-    )
-
-
-def _checkpoint_rules(checkpoint: CheckpointConfig) -> Rules:
-    """On local disks; object stores are asked when they are read."""
-    # one checkpoint to start from
-    load = checkpoint.load
-    for name, url in (("load", load), ("weights", checkpoint.weights)):
-        if url is not None and "://" not in url:
-            yield ((Path(url) / "manifest.json").is_file(), _no_checkpoint(name, url))
-    # the run's own directory
-    directory = checkpoint.directory
-    if (
-        checkpoint.resume == "must"
-        and load is None
-        and directory is not None
-        and "://" not in directory
-    ):
-        steps = len(dist_checkpointing.CheckpointRoot(directory).steps())
-        yield (
-            steps > 0,
-            f"checkpoint.resume=must, but {directory} has {steps} steps; use auto for a first run",
-        )
-
-
 def _export_rules(model: ModelConfig, data: DataConfig, checkpoint: CheckpointConfig) -> Rules:
     """What cannot be exported when the run ends is told before it begins."""
     if checkpoint.export_huggingface is not None:
@@ -331,7 +298,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 # each group of rules with the parts of a run that it needs: it is checked even if other parts are wrong
 _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
-    (("checkpoint",), _checkpoint_rules),
+    (("checkpoint",), checkpoint_rules),
     (("model", "data_parallel", "optimizer"), _update_rules),
     (("model", "parallel"), _model_rules),
     (("model", "data"), _position_rules),

@@ -223,9 +223,13 @@ class Problem(NamedTuple):
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with the description of a run."""
+    """Everything that is wrong with the description of a run; what several rules say, once."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
+        once: dict[str, Problem] = {}
+        for problem in problems:
+            once.setdefault(problem.text, problem)
+        problems = tuple(once.values())
         super().__init__("this run: " + "; ".join(problem.text for problem in problems))
         self.problems = problems
 

@@ -76,7 +76,7 @@ def first_stages(
     # frozen weights that no checkpoint holds are read again
     in_checkpoint = resumes and run.lora.save_base
     stages = _whole_stages(run, tokens, ps, in_checkpoint, say, may_be_on_meta=False)
-    apply_lora(stages, run.lora)
+    apply_lora(stages, run.lora, say=lambda line: say(f"note: {line}"))
     for stage in stages.values():
         stage.awaits_checkpoint = resumes  # type: ignore[assignment]
     return stages

@@ -99,6 +99,9 @@ def weight_rules(model: ModelConfig, sequence_length: int) -> Iterator[tuple[boo
 
     try:
         arguments = model.arguments(1, sequence_length)
+    except ValueError:  # told by the rules of the model
+        return
+    try:
         with torch.device("meta"):  # names and shapes
             whole = GPTModel(**arguments, parallel=ParallelState.single("cpu"), seed=0)
         # names and shapes are compared there; no weight is read

@@ -1,9 +1,13 @@
 """Rules between preferences and the other parts of a run."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from core.datasets import TokenFile, open_blend
+from core.datasets.corpus.build import TextFiles
 from core.datasets.corpus.cached import is_text
+from core.datasets.corpus.conversations import are_conversations
+from core.datasets.corpus.hub import is_hub_name
+from core.datasets.corpus.preferences import are_preferences
 from core.datasets.shards.manifest import is_list
 from core.parallel_state.config import ParallelConfig
 from core.training.config.data import DataConfig
@@ -35,6 +39,25 @@ def objective_rules(training: TrainingConfig, data: DataConfig) -> Rules:
                 f"data.{name}={prefix} holds preferences (chosen, rejected), which only training.objective=dpo "
                 "learns from; use that, or give text, chats, or prompts with a response",
             )
+
+
+def preferences_in(blends: Iterable[tuple[str, ...]]) -> str | None:
+    """The first of some texts, prepared or not, that holds preferences; None: none that can be read does."""
+    for blend in blends:
+        for prefix in _prefixes(blend):
+            if not is_list(prefix) and TokenFile(prefix).holds_preferences:
+                return prefix
+        try:
+            for _, name in open_blend(blend) if blend else ():
+                if not is_text(name) or is_hub_name(name):
+                    continue
+                sources = TextFiles(inputs=(name,)).sources
+                # rows that are chats as well are read as chats
+                if are_preferences(sources) and not are_conversations(sources):
+                    return name
+        except (ValueError, OSError, ImportError):  # told when they are prepared
+            continue
+    return None
 
 
 def _prefixes(blend: tuple[str, ...]) -> Iterator[str]:

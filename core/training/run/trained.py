@@ -86,11 +86,7 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
         settings = _from_file(path if path.suffix == ".toml" else path / "run.toml")
     url = newest_checkpoint(target)
     if url is None:
-        raise ValueError(
-            adapters_alone(path)
-            or f"{target} is no run (it has no run.toml), no checkpoint (no {MANIFEST}), no directory of steps "
-            "and no Hugging Face folder (no config.json)"
-        )
+        raise ValueError(no_model(target))
     # what a run.toml says goes before what the checkpoint remembers
     settings = settings or _of_checkpoint(url)
     objects = load_common_state_dict(url)
@@ -107,6 +103,14 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
         is_checkpoint=True,
         tokenizer=objects.get("training/order/tokenizer"),
         source=source,
+    )
+
+
+def no_model(target: str | Path) -> str:
+    """What is said of a path where no model lies."""
+    return adapters_alone(Path(target).expanduser()) or (
+        f"{target} is no run (it has no run.toml), no checkpoint (no {MANIFEST}), no directory of steps "
+        "and no Hugging Face folder (no config.json)"
     )
 
 

@@ -261,7 +261,8 @@ def _build_stages(
     if weights is not None and not (in_checkpoint and from_first(run.checkpoint.resumes, ps)):
         load_weights(stages, weights, ps, _say_on_first_rank(ps), grows=lora.rank is None)
     if lora.rank is not None:
-        apply_lora(stages, lora)
+        say = _say_on_first_rank(ps)
+        apply_lora(stages, lora, say=lambda line: say(f"note: {line}"))
     return stages
 
 
