@@ -229,7 +229,8 @@ class DataParallel(BesideModule, GradSync):
             units.set_unsharded(True)
 
     def reshard(self, stage: nn.Module) -> None:
-        """The end of `unshard`."""
+        """The end of `unshard`. Raises ValueError, on every rank: they have written other values."""
+        self._watch.before_reshard()
         if (units := self._units.get(self._own_stage(stage))) is not None:
             units.set_unsharded(False)
 
@@ -294,8 +295,7 @@ class DataParallel(BesideModule, GradSync):
             buffer.wait()
 
     def _sum_and_average(self) -> None:
-        """The program asks for values of `p.grad`: sum, and average over the replicas as under DDP; of a step that
-        an executor drives they are its sums."""
+        """The program asks for values of `p.grad`: their mean, as under DDP; of an executor's step the sums."""
         if not self.finished:
             self.finish()
         if not (self.averaged or self._gradient_sums.has_executor):

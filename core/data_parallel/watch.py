@@ -6,6 +6,7 @@ parameters calls nothing of ours but the next forward: there weights are compare
 gradient was summed since the forward before.
 """
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, fetch_all, slot_of
 from core.data_parallel.buffers.life import Phase
 from core.data_parallel.refusals import RootHook, refuse_sparse
+from core.parallel_state.by_hand.functions import called_by_program
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.environment import reading_waits
 from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
@@ -129,13 +131,15 @@ class UpdateWatch:
         changes = 0.0
         missing = []
         summed = None
+        # what another optimizer has used up the closure computes anew (Adam, then LBFGS)
+        is_used = sums.phase is Phase.STEPPED and _has_closure(args, kwargs)
         for position, slot in enumerate(slots):
             with torch._C.DisableTorchFunctionSubclass():
                 gradient = slot.parameter.grad
-            if type(gradient) is BucketGradient:
-                summed = slot
-            elif gradient is None:
+            if gradient is None or is_used:
                 missing.append(slot)
+            elif type(gradient) is BucketGradient:
+                summed = slot
             elif not reading_waits(gradient.device):
                 changes = (changes + (position + 1) * (float(checksum(gradient)) + 1)) % (1 << 50)
         self._optimizer_steps += 1
@@ -193,6 +197,15 @@ class UpdateWatch:
                 slot.parameter.grad = slot.gradient
 
     # updates by hand
+
+    def before_reshard(self) -> None:
+        """A program has had whole weights, and may have written them, which every rank must do alike.
+
+        Executors have not. Raises ValueError, on every rank: one wrote other values.
+        """
+        if self._agreement.is_shared and called_by_program(sys._getframe(2)):
+            self._take_weights()
+            self._agreement.meet("reshard", "reshard", self._slots[0].step, look=True)
 
     def _before_forward(self, module: nn.Module) -> None:
         """Raises ValueError, on every rank: weights were written since the last forward, with other values."""
@@ -253,3 +266,8 @@ class UpdateWatch:
         if self._forwards == 1 or self._seen is None or met != self._agreement.meetings:
             return False
         return before is None or not torch.equal(before, self._seen)
+
+
+def _has_closure(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a step was given what computes its gradients. args: begin with the optimizer."""
+    return any(callable(x) for x in (*args[1:], kwargs.get("closure")))

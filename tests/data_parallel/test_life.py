@@ -147,6 +147,22 @@ def test_what_is_written_between_unshard_and_reshard_is_kept(ranks, zero):
     ranks(kept, zero, world=2)
 
 
+def written_by_one(zero):
+    """DeepSpeed's modifier_rank=0 sends what one rank writes; here every rank writes."""
+    model, shard, _ = made(zero)
+    shard.unshard(model)
+    if shard.ps.rank == 0:
+        with torch.no_grad():
+            next(model.parameters()).fill_(0.25)
+    with pytest.raises(ValueError, match="written by hand with other values"):
+        shard.reshard(model)
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_what_one_rank_writes_between_unshard_and_reshard_is_refused(ranks, zero):
+    ranks(written_by_one, zero, world=2)
+
+
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()

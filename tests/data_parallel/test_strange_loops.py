@@ -273,3 +273,36 @@ def hidden():
 def test_a_backward_without_weights_is_an_error_and_no_crash(ranks):
     """Nobody sees when backward reaches a layer whose output is an object of its own."""
     ranks(hidden, world=2)
+
+
+def fitted(model, first, x):
+    """Adam, then LBFGS whose closure begins with zero_grad: how physics-informed networks are fitted."""
+    for _ in range(STEPS):
+        first.zero_grad()
+        model.backward(x, 0)
+        first.step()
+    second = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+
+    def closure():
+        second.zero_grad()
+        return model.backward(x, 0).detach()
+
+    for _ in range(STEPS):
+        second.step(closure)
+
+
+def adam_then_lbfgs(zero):
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    alone = Net().double()
+    fitted(alone, torch.optim.AdamW(alone.parameters(), lr=1e-3, weight_decay=0.0), x)
+    model = Net().double()
+    shard = DataParallel(model, state(), zero_stage=zero)
+    fitted(model, ShardedAdamW(shard, OptimizerConfig(lr=1e-3, weight_decay=0.0, clip_grad=0.0)), x)
+    shard.remove()
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_lbfgs_goes_on_where_our_adam_ended(ranks, zero):
+    ranks(adam_then_lbfgs, zero, world=2)
