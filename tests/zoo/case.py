@@ -78,7 +78,9 @@ def observe(run: Callable[..., Pairs], *args: Any, tolerance: float = TOLERANCE,
         try:
             pairs = run(*args, **kwargs)
         except Exception as error:
-            return Seen("refused", f"{type(error).__name__}: {error}", traceback.format_exc())
+            notes = getattr(error, "__notes__", [])
+            text = "\n".join([f"{type(error).__name__}: {error}", *notes])
+            return Seen("refused", text, traceback.format_exc())
     told = [str(w.message) for w in caught if not issubclass(w.category, (DeprecationWarning, FutureWarning))]
     if told:
         return Seen("told", "\n".join(told))

@@ -3,8 +3,10 @@
 import torch
 import torch.nn.functional as F
 
+from core.parallel_state import layout_of
+from tests.models.gpt import VOCAB
 from tests.zoo.case import Case
-from tests.zoo.split_model import gradients, loss_of, only_split
+from tests.zoo.split_model import gradients, loss_of, only_split, weights
 
 FULL = "`core.tensor_parallel.full_tensor(weight)`"
 
@@ -23,7 +25,27 @@ def told(what, function, says):
     return Case(what, penalized(function), remedy=FULL, elsewhere=only_split("told", says))
 
 
+def refused(what, function, says):
+    return Case(what, penalized(function), remedy=FULL, elsewhere=only_split("refused", says))
+
+
+def of_all_words(table):
+    return F.one_hot(torch.tensor([3, 17]), layout_of(table).padded_shape()[0]).double() @ table
+
+
+def halved(model):
+    """Some columns of each row: elementwise."""
+    with torch.no_grad():
+        model.embedding.word_embeddings.weight.chunk(2, dim=1)[0].mul_(0.5)
+
+
 CASES = [
+    refused("`one_hot @ weight`", of_all_words, "this rank's part of.*full_tensor"),
+    refused(
+        "`F.embedding(ids, weight)` with ids of other ranks",
+        lambda w: F.embedding(torch.tensor([3, VOCAB - 1]), w),
+        "this rank's part of.*full_tensor",
+    ),
     told("`weight.split(8)[1]`", lambda w: w.split(8)[1], "split by hand sees"),
     told("`weight.tensor_split(4)[1]`", lambda w: w.tensor_split(4)[1], "tensor_split by hand sees"),
     told("`torch.take(weight, numbers)`", lambda w: torch.take(w, torch.tensor([40, 41])), "take by hand sees"),
@@ -35,7 +57,8 @@ CASES = [
     told("`weight.diff(dim=0)`", lambda w: w.diff(dim=0), "diff by hand sees"),
     told("`F.pdist(weight)`", F.pdist, "pdist by hand sees"),
     told("`F.avg_pool1d(weight.T, 3)`", lambda w: F.avg_pool1d(w.T, 3), "avg_pool1d by hand sees"),
-    Case("`weight.chunk(2, dim=1)`", penalized(lambda w: w.chunk(2, dim=1)[0])),
-    Case("`weight.diff(dim=1)`", penalized(lambda w: w.diff(dim=1))),
-    Case("`torch.stack(weight.split(8, 1))`", penalized(lambda w: torch.stack(w.split(8, 1)))),
+    told("`weight.chunk(2, dim=1)[0].square().mean()`", lambda w: w.chunk(2, dim=1)[0], "mean by hand sees"),
+    told("`weight.diff(dim=1).square().mean()`", lambda w: w.diff(dim=1), "mean by hand sees"),
+    told("the mean of `torch.stack(weight.split(8, 1))`", lambda w: torch.stack(w.split(8, 1)), "mean by hand sees"),
+    Case("`weight.chunk(2, dim=1)[0].mul_(0.5)`", weights(halved, style="llama")),
 ]

@@ -1,6 +1,6 @@
 """What was called on a parameter by hand, and what its user reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -64,6 +64,12 @@ class Heard:
         if self.of_state and self.kind == "shape":
             return False
         return is_shard and self.kind in WRONG_ON_SHARDS and not self.along_whole_dims
+
+    def explain(self, error: Exception, name: str) -> None:
+        """torch does not take sizes or row numbers of the whole in a function `name`: say why."""
+        called = replace(self, kind="product", name=name)
+        if called.sees_only_shard:
+            error.add_note(called.message())
 
     def message(self, *modules: nn.Module) -> str:
         """What a user reads of a function of a part; the parameter is one of the modules'."""

@@ -221,59 +221,67 @@ class ByHand:
     def called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run `func` on plain tensors; what is elementwise stays listened to."""
         with torch._C.DisableTorchFunctionSubclass():
-            result = run_plain(func, args, kwargs)
+            try:
+                result = run_plain(func, args, kwargs)
+            except (RuntimeError, IndexError) as error:
+                self._listened((*args, *kwargs.values()))[0][0].explain(error, function_name(func))
+                raise
             caller = sys._getframe(2)
             if not self.is_open or not called_by_program(caller):
                 return result
-            name = function_name(func)
-            # None: elementwise, a view, a fact
-            kind = KIND_OF_FUNCTION.get(name)
-            # vector_to_parameters cuts by sizes what parameters_to_vector joined: right
-            if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith(
-                "torch.nn.utils."
-            ):
-                return result
-            values = (*args, *kwargs.values())
-            listened = self._listened(values)
-            source, tensor = listened[0]
-            sources = [heard for heard, _ in listened]
-            if func is torch.autograd.grad:
-                self._follow_gradients(result, args[1] if len(args) > 1 else kwargs["inputs"])
-                return result
-            if name == "grad":
-                if self._gradients and type(result) is Tensor:
-                    self._follow(result, Heard(source.parameter, True))
-                return result
-            if name == "all_reduce":
-                self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
-            on_list = name.startswith("foreach") and not self._in_optimizer
-            axes, wrong = result_of(source.parameter, func, name, args, kwargs, result)
-            # of a name that is in no table, too
-            kind = kind or wrong
-            if kind is not None:
-                is_number = not isinstance(result, Tensor) or result.numel() == 1
-                heard = replace(source, kind=kind, name=name, joined=source.joined or on_list)
-                is_whole = kind == "reduction" and axes is not None
-                self._hear(replace(heard, is_number=is_number, along_whole_dims=is_whole))
-            else:
-                first = values[0][0] if isinstance(values[0], (list, tuple)) else values[0]
-                is_first = first is tensor and source.of_gradient
-                self._hear_change(func, sources, values, is_first, kwargs)
-            if self._numbers and (self._in_optimizer or not source.of_gradient):
-                followed = self._follow_number(sources, name, kind, result)
-                if followed is not None:
-                    return followed
-            joins = name in ("cat", "stack", "hstack", "vstack", "concat")
-            source = replace(
-                source, joined=source.joined or (joins and self._are_of_several(sources))
-            )
-            if (
-                kind is None
-                and type(result) is Tensor
-                and (joins or result.numel() == tensor.numel())
-            ):
-                is_new_buffer = self._buffers and name in NEW_BUFFERS and not self._in_optimizer
-                self._follow(result, source, for_good=is_new_buffer, axes=axes)
+            return self._judged(func, args, kwargs, result, caller)
+
+    def _judged(self, func: Any, args: tuple, kwargs: dict, result: Any, caller: Any) -> Any:
+        """`result`, or what stands for it: a number that is known again."""
+        name = function_name(func)
+        # None: elementwise, a view, a fact
+        kind = KIND_OF_FUNCTION.get(name)
+        # vector_to_parameters cuts by sizes what parameters_to_vector joined: right
+        if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith(
+            "torch.nn.utils."
+        ):
+            return result
+        values = (*args, *kwargs.values())
+        listened = self._listened(values)
+        source, tensor = listened[0]
+        sources = [heard for heard, _ in listened]
+        if func is torch.autograd.grad:
+            self._follow_gradients(result, args[1] if len(args) > 1 else kwargs["inputs"])
+            return result
+        if name == "grad":
+            if self._gradients and type(result) is Tensor:
+                self._follow(result, Heard(source.parameter, True))
+            return result
+        if name == "all_reduce":
+            self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
+        on_list = name.startswith("foreach") and not self._in_optimizer
+        made, wrong = result_of(source.parameter, func, name, args, kwargs, result)
+        axes = made[0][1] if len(made) == 1 else None
+        # of a name that is in no table, too
+        kind = kind or wrong
+        if kind is not None:
+            is_number = not isinstance(result, Tensor) or result.numel() == 1
+            heard = replace(source, kind=kind, name=name, joined=source.joined or on_list)
+            is_whole = kind == "reduction" and axes is not None
+            self._hear(replace(heard, is_number=is_number, along_whole_dims=is_whole))
+        else:
+            first = values[0][0] if isinstance(values[0], (list, tuple)) else values[0]
+            is_first = first is tensor and source.of_gradient
+            self._hear_change(func, sources, values, is_first, kwargs)
+        if self._numbers and (self._in_optimizer or not source.of_gradient):
+            followed = self._follow_number(sources, name, kind, result)
+            if followed is not None:
+                return followed
+        joins = name in ("cat", "stack", "hstack", "vstack", "concat")
+        source = replace(source, joined=source.joined or (joins and self._are_of_several(sources)))
+        if kind is None and type(result) is Tensor and (joins or result.numel() == tensor.numel()):
+            is_new_buffer = self._buffers and name in NEW_BUFFERS and not self._in_optimizer
+            self._follow(result, source, for_good=is_new_buffer, axes=axes)
+        elif kind is None:
+            # other columns, or fewer, of the same rows
+            for piece, its_axes in made:
+                if type(piece) is Tensor:
+                    self._follow(piece, source, axes=its_axes)
         return result
 
     def pickled(self, tensor: Tensor) -> None:
@@ -297,14 +305,10 @@ class ByHand:
 
     def _follow_gradients(self, gradients: tuple[Tensor | None, ...], inputs: Any) -> None:
         """Results of `torch.autograd.grad`, in the order of its inputs."""
-        if isinstance(inputs, Tensor):
-            inputs = [inputs]
+        inputs = [inputs] if isinstance(inputs, Tensor) else inputs
         for gradient, parameter in zip(gradients, inputs, strict=True):
-            if (
-                self._gradients
-                and type(gradient) is Tensor
-                and isinstance(parameter, self._parameter)
-            ):
+            is_listened = self._gradients and isinstance(parameter, self._parameter)
+            if is_listened and type(gradient) is Tensor:
                 self._follow(gradient, Heard(parameter, True))
 
     def heard_inside(

@@ -7,7 +7,7 @@ from torch.nn import Parameter
 
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_axes import Axes
-from core.parallel_state.by_hand.split_functions import Finding, outcome_of
+from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
 from core.parallel_state.layout import layout_of
 
 
@@ -25,17 +25,17 @@ _KINDS = {"cut": "index", "draw": "draw", "reduction": "reduction"}
 
 def result_of(
     parameter: Parameter, func: Any, name: str, args: tuple, kwargs: dict[str, Any], result: Any
-) -> tuple[Axes | None, str | None]:
-    """Axes of what `func` made of `parameter` or its like, where they are known; or what kind of wrong it is."""
+) -> tuple[Followed, str | None]:
+    """What `func` made of `parameter` or its like, with axes where they are known; or what kind of wrong it is."""
     if not layout_of(parameter).split:
-        return None, None
+        return [], None
     try:
         outcome = outcome_of(func, name, args, kwargs, result)
     except Exception:
         # who looks on must not end a right program
-        return None, None
+        return [], None
     if isinstance(outcome, Finding):
-        return None, _KINDS.get(outcome.kind)
-    if isinstance(outcome, list) and len(outcome) == 1 and isinstance(outcome[0][0], Tensor):
-        return outcome[0][1], None
-    return None, None
+        return [], _KINDS.get(outcome.kind)
+    if isinstance(outcome, list):
+        return [(x, axes) for x, axes in outcome if isinstance(x, Tensor)], None
+    return [], None
