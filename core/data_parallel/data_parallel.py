@@ -178,7 +178,9 @@ class DataParallel(BesideModule, GradSync):
         """The stage as it was given to us: an executor may have a wrapped or compiled one."""
         if stage in self._stages:
             return stage
-        wrapped = [own for own in stage.children() if own in self._stages] or self._stages
+        # Megatron's wrapper is one more around it
+        inside = [own for child in stage.children() for own in (child, *child.children())]
+        wrapped = [own for own in inside if own in self._stages] or self._stages
         if len(wrapped) != 1:
             raise ValueError(
                 f"DataParallel holds {len(self._stages)} stages, {type(stage).__name__} is none; give both the same"
