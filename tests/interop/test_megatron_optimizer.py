@@ -1,6 +1,7 @@
 """Megatron's training loop with its optimizer and scheduler, against torch's AdamW in one process."""
 
 from functools import partial
+from math import cos, pi
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from core.interop.megatron.distributed import DistributedDataParallel, Distribut
 from core.interop.megatron.distributed.finalize_model_grads import finalize_model_grads
 from core.interop.megatron.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from core.interop.megatron.models.gpt.gpt_model import GPTModel
-from core.interop.megatron.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
+from core.interop.megatron.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.interop.megatron.optimizer_param_scheduler import OptimizerParamScheduler
 from core.interop.megatron.pipeline_parallel.schedules import get_forward_backward_func
 from core.interop.megatron.transformer.transformer_config import TransformerConfig
@@ -47,8 +48,6 @@ def outputs(model, tokens):
 
 def rate_of(step):
     """Linear warm-up over 2 steps, then a cosine to 0 at step 10."""
-    from math import cos, pi
-
     return LR * step / 2 if step <= 2 else LR * 0.5 * (1 + cos(pi * (step - 2) / 8))
 
 
@@ -93,17 +92,15 @@ def train(directory, tp, pp, *, chunks=1, divided=False, per_token=False, plain=
     mpu.destroy_model_parallel()
     ps = mpu.initialize_model_parallel(tp, pp)
     try:
+
         def setup():
-            config = a_config(calculate_per_token_loss=per_token, finalize_model_grads_func=finalize_model_grads)
+            config = a_config(
+                calculate_per_token_loss=per_token,
+                finalize_model_grads_func=finalize_model_grads,
+                virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+            )
             ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=divided)
-            ends = {"pre_process": mpu.is_pipeline_first_stage(), "post_process": mpu.is_pipeline_last_stage()}
-            each = [{**ends} for _ in range(chunks)]
-            if chunks > 1:
-                first, last = mpu.is_pipeline_first_stage(), mpu.is_pipeline_last_stage()
-                each = [
-                    {"pre_process": first and i == 0, "post_process": last and i == chunks - 1, "vp_stage": i}
-                    for i in range(chunks)
-                ]
+            each = [{"vp_stage": i} for i in range(chunks)] if chunks > 1 else [{}]
             model = [DistributedDataParallel(config, ddp_config, build(config, **of)) for of in each]
             optimizer_config = OptimizerConfig(
                 optimizer="adam", lr=LR, min_lr=0.0, weight_decay=DECAY, adam_beta1=0.9, adam_beta2=0.95,

@@ -84,8 +84,8 @@ class OptimizerParamScheduler:
     def _check_rates(self) -> None:
         if not 0 <= self.min_lr <= self.max_lr or self.init_lr > self.max_lr:
             raise ValueError(
-                f"OptimizerParamScheduler: init_lr={self.init_lr}, max_lr={self.max_lr}, min_lr={self.min_lr}; max_lr "
-                "must be the largest, and min_lr at least 0"
+                f"OptimizerParamScheduler: init_lr={self.init_lr}, max_lr={self.max_lr}, min_lr={self.min_lr}; "
+                "max_lr must be the largest, and min_lr at least 0"
             )
         warmup, decay = self.lr_warmup_steps, self.lr_decay_steps
         if decay <= 0 or warmup >= decay:

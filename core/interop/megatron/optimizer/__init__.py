@@ -12,6 +12,8 @@ from core.interop.megatron.optimizer.optimizer_config import (
 )
 from core.interop.megatron.optimizer.optimizer_config import OptimizerConfig as OptimizerConfig
 from core.interop.megatron.optimizer.optimizer_config import ParamKey as ParamKey
-from core.interop.megatron.optimizer.optimizer_config import SGDOptimizerConfig as SGDOptimizerConfig
+from core.interop.megatron.optimizer.optimizer_config import (
+    SGDOptimizerConfig as SGDOptimizerConfig,
+)
 
 __getattr__ = absent_names(__name__)

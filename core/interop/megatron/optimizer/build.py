@@ -28,7 +28,7 @@ def get_standard_config_overrides(config: OptimizerConfig) -> dict[ParamKey, dic
         if config.apply_wd_to_qk_layernorm and ("q_layernorm." in name or "k_layernorm." in name):
             return False
         # of the full parameter: experts' are stacked
-        return len(layout_of(parameter).shape) == 1 or name.endswith("bias")
+        return len(layout_of(parameter).shape) == 1 or name.endswith(".bias")
 
     return {ParamKey(with_name_predicate=spared): {"wd_mult": 0.0}}
 
@@ -50,8 +50,8 @@ def get_megatron_optimizer(
     Raises ValueError, before anything is changed: chunks that are not wrapped, or have an optimizer already; a
     wrapper whose use_distributed_optimizer is another; no lr; an override that no group has.
     """
-    chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    _check(config, chunks, more)
+    given = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
+    chunks, rate = _checked(config, given, more)
     if dump_param_to_param_group_map is not None:
         raise ValueError(
             f"dump_param_to_param_group_map={str(Path(dump_param_to_param_group_map))!r} is not here; param_groups "
@@ -78,7 +78,7 @@ def get_megatron_optimizer(
         groups.append({**which, "weight_decay": decay})
     update = UpdateConfig(
         optimizer="adamw" if config.optimizer == "adam" else "sgd",
-        lr=config.lr,
+        lr=rate,
         weight_decay=config.weight_decay,
         adam_beta1=config.adam_beta1,
         adam_beta2=config.adam_beta2,
@@ -91,14 +91,17 @@ def get_megatron_optimizer(
     for key, group in zip(ordered, optimizer.param_groups, strict=True):
         own = dict(key)
         group.update(
-            {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": config.lr, "min_lr": config.min_lr, **own}
+            {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": rate, "min_lr": config.min_lr, **own}
         )
         group["is_decoupled_lr"] = False
         group["default_config"] = not any("lr" in name for name in own)
     return MegatronOptimizer(optimizer, config)
 
 
-def _check(config: OptimizerConfig, chunks: Sequence[Any], more: Mapping[str, Any]) -> None:
+def _checked(
+    config: OptimizerConfig, given: Sequence[nn.Module], more: Mapping[str, Any]
+) -> tuple[list[DistributedDataParallel], float]:
+    """The chunks, and the largest rate. See `get_megatron_optimizer`."""
     config.check()
     if more:
         raise ValueError(
@@ -108,16 +111,17 @@ def _check(config: OptimizerConfig, chunks: Sequence[Any], more: Mapping[str, An
         )
     if config.lr is None:
         raise ValueError("OptimizerConfig: lr=None; give the largest rate, which is above 0")
-    for chunk in chunks:
+    chunks: list[DistributedDataParallel] = []
+    for chunk in given:
         if not isinstance(chunk, DistributedDataParallel):
             raise ValueError(
-                f"get_megatron_optimizer: 1 of {len(chunks)} chunks is a {type(chunk).__name__}; wrap it in "
+                f"get_megatron_optimizer: 1 of {len(given)} chunks is a {type(chunk).__name__}; wrap it in "
                 "DistributedDataParallel(config, ddp_config, module)"
             )
         if chunk.shard is not None:
             raise ValueError(
-                f"get_megatron_optimizer: the {len(chunks)} chunks have an optimizer already; use that, or wrap "
-                "their modules anew after chunk.shard.remove()"
+                f"get_megatron_optimizer: 1 of {len(given)} chunks has an optimizer already; use that, or "
+                "chunk.shard.remove(), and wrap chunk.module anew"
             )
         divided = chunk.ddp_config.use_distributed_optimizer
         if divided != config.use_distributed_optimizer:
@@ -125,9 +129,13 @@ def _check(config: OptimizerConfig, chunks: Sequence[Any], more: Mapping[str, An
                 f"OptimizerConfig(use_distributed_optimizer={config.use_distributed_optimizer}), the wrapper's "
                 f"DistributedDataParallelConfig has {divided}; say the same in both"
             )
+        chunks.append(chunk)
+    return chunks, config.lr
 
 
-def _by_overrides(chunks: Sequence[Any], overrides: Overrides) -> dict[tuple, list[Tensor]]:
+def _by_overrides(
+    chunks: Sequence[DistributedDataParallel], overrides: Overrides
+) -> dict[tuple, list[Tensor]]:
     """What parameters have of their own, as sorted pairs -> these parameters."""
     for options in overrides.values():
         if unknown := [name for name in options if name not in _OVERRIDES]:

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 _OFFLOAD = "offload=Offload(...) of core.optimizer.build_optimizer"
-_LOW_PRECISION = (
-    "optimizer='adamw8bit' of core.optimizer.build_optimizer keeps moments in 8 bits; or leave it out"
-)
+_LOW_PRECISION = "optimizer='adamw8bit' of core.optimizer.build_optimizer keeps moments in 8 bits; or leave it out"
 # field -> what there is instead of another value than the default
 _INSTEAD = {
     "decoupled_lr": "give get_megatron_optimizer(config_overrides={ParamKey(name='*embedding*'): {'max_lr': ...}})",
