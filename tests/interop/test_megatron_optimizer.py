@@ -13,7 +13,7 @@ from core.interop.megatron.distributed import DistributedDataParallel, Distribut
 from core.interop.megatron.distributed.finalize_model_grads import finalize_model_grads
 from core.interop.megatron.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from core.interop.megatron.models.gpt.gpt_model import GPTModel
-from core.interop.megatron.optimizer import OptimizerConfig, get_megatron_optimizer
+from core.interop.megatron.optimizer import OptimizerConfig, ParamKey, get_megatron_optimizer
 from core.interop.megatron.optimizer_param_scheduler import OptimizerParamScheduler
 from core.interop.megatron.pipeline_parallel.schedules import get_forward_backward_func
 from core.interop.megatron.transformer.transformer_config import TransformerConfig
@@ -217,3 +217,105 @@ def test_a_loop_is_torchs_adamw_on_every_layout(ranks, alone, tmp_path, case):
     (mine,) = ranks(whole, tmp_path / "end", world=1)
     for name, weight in weights.items():
         torch.testing.assert_close(mine[name], weight, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def wrap(ddp=None):
+    return DistributedDataParallel(a_config(), DistributedDataParallelConfig(**(ddp or {})), build(a_config()))
+
+
+@pytest.fixture
+def state():
+    mpu.destroy_model_parallel()
+    yield mpu.initialize_model_parallel(1, 1)
+    mpu.destroy_model_parallel()
+
+
+@pytest.mark.parametrize(
+    "of, words",
+    [
+        ({"optimizer": "adamw"}, r"optimizer='adamw' is not here; use adam \(its decay is AdamW's\) or sgd"),
+        ({"optimizer": "muon"}, r"use build_optimizer\(shard, OptimizerConfig\(optimizer='muon'\)\)"),
+        ({"decoupled_weight_decay": False}, "decoupled_weight_decay=False is not here; leave it True"),
+        ({"optimizer_cpu_offload": True}, r"optimizer_cpu_offload=True is not here; use offload=Offload\(...\)"),
+        ({"use_precision_aware_optimizer": True}, "is not here; optimizer='adamw8bit' of core.optimizer"),
+        ({"decoupled_lr": 1.0}, r"give get_megatron_optimizer\(config_overrides=\{ParamKey\(name='\*embedding\*'\)"),
+        ({"fp16": True, "bf16": True}, "fp16 and bf16 are both True; leave 1 of 2"),
+    ],
+)
+def test_a_field_that_is_not_here_is_refused(of, words):
+    with pytest.raises(ValueError, match=words):
+        OptimizerConfig(lr=1.0, **of)
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_changed(state):
+    with pytest.raises(TypeError, match=r"OptimizerConfig has no weight_decy \(1 of 2 given\); did you mean weight_decay\?"):
+        OptimizerConfig(lr=1.0, weight_decy=0.9)
+    model = wrap()
+    for config, chunks, more, words in (
+        (OptimizerConfig(lr=1.0), [model.module], {}, "1 of 1 chunks is a GPTModel; wrap it in DistributedDataPar"),
+        (OptimizerConfig(), [model], {}, "lr=None; give the largest rate"),
+        (OptimizerConfig(lr=1.0, adam_beta1=2.0), [model], {}, "adam_beta1=2.0 must be at least 0 and below 1"),
+        (OptimizerConfig(lr=1.0, use_distributed_optimizer=True), [model], {}, "Config has False; say the same in b"),
+        (OptimizerConfig(lr=1.0), [model], {"no_weight_decay_cond": None}, r"since Megatron-Core 0.16 config_overr"),
+        (
+            OptimizerConfig(lr=1.0), [model], {"config_overrides": {ParamKey(name="*"): {"lr": 1.0}}},
+            "config_overrides has lr; known are the 6: max_lr, min_lr",
+        ),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            get_megatron_optimizer(config, chunks, **more)
+        assert model.shard is None and not any(hasattr(p, "take_main_grad") for p in model.parameters())
+    get_megatron_optimizer(OptimizerConfig(lr=1.0), [model])
+    with pytest.raises(ValueError, match=r"1 of 1 chunks has an optimizer already; use that, or chunk.shard.remove"):
+        get_megatron_optimizer(OptimizerConfig(lr=1.0), [model])
+    divided = wrap({"use_distributed_optimizer": True})
+    with pytest.raises(ValueError, match=r"and 0 optimizers of get_megatron_optimizer\(config, \[model\]\)"):
+        divided.finish_grad_sync()
+
+
+def test_groups_have_megatrons_facts(state):
+    overrides = {
+        ParamKey(name="*.bias"): {"wd_mult": 0.0},
+        ParamKey(name="embedding.*"): {"max_lr": 0.5, "wd_mult": 0.5},
+    }
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1.0, min_lr=0.1, weight_decay=0.2), [wrap()], overrides)
+    facts = [
+        (g["wd_mult"], g["max_lr"], g["min_lr"], g["default_config"], g["weight_decay"]) for g in optimizer.param_groups
+    ]
+    assert facts == [(1.0, 1.0, 0.1, True, 0.2), (0.5, 0.5, 0.1, False, 0.1), (0.0, 1.0, 0.1, True, 0.0)]
+    assert len(optimizer.get_parameters()) == len(optimizer.state) > 0
+    both = {ParamKey(name="*.bias"): {"wd_mult": 0.0}, ParamKey(name="*"): {"wd_mult": 1.0}}
+    with pytest.raises(ValueError, match=r"give decoder.*bias 2 values of wd_mult: 0.0 and 1.0; let 1 key match it"):
+        get_megatron_optimizer(OptimizerConfig(lr=1.0), [wrap()], both)
+
+
+def half(steps, **of):
+    """A model of 16 bits with a bad gradient in the second step: [(step's answer, loss scale)]."""
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(1, 1)
+    try:
+        config = a_config(finalize_model_grads_func=finalize_model_grads)
+        model = DistributedDataParallel(config, DistributedDataParallelConfig(), torch.nn.Linear(4, 4).half())
+        before = model.module.weight.clone()
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.01, **of), [model])
+        found = []
+        for step in range(steps):
+            loss = model(torch.ones(1, 4, dtype=torch.float16)).float().square().sum()
+            optimizer.zero_grad()
+            optimizer.scale_loss(loss * (float("nan") if step == 1 else 1.0)).sum().backward()
+            finalize_model_grads([model])
+            found.append((*optimizer.step(), float(optimizer.get_loss_scale())))
+        return found, not torch.equal(before, model.module.weight)
+    finally:
+        mpu.destroy_model_parallel()
+
+
+def test_a_loss_scale_is_halved_at_an_overflow(ranks):
+    more = {"fp16": True, "initial_loss_scale": 8.0, "hysteresis": 1, "loss_scale_window": 2}
+    ((found, moved),) = ranks(partial(half, 4, **more), world=1)
+    assert [each[0] for each in found] == [True, False, True, True] and moved
+    assert [each[-1] for each in found] == [8.0, 4.0, 4.0, 8.0]
+    assert found[1][1:3] == (None, None) and found[0][1] > 0 and found[0][2] is None
+    ((kept, _),) = ranks(partial(half, 2, fp16=True, loss_scale=16.0), world=1)
+    assert [each[-1] for each in kept] == [16.0, 16.0]
+    assert kept[0][1] > 0

@@ -178,8 +178,8 @@ class DistributedDataParallel(nn.Module):
             return
         if self.ddp_config.use_distributed_optimizer:
             raise ValueError(
-                "DistributedDataParallelConfig(use_distributed_optimizer=True), and no get_megatron_optimizer(config, "
-                "[model]) was made before this step, which divides the states; leave it False for torch's optimizers"
+                "DistributedDataParallelConfig(use_distributed_optimizer=True), and 0 optimizers of "
+                "get_megatron_optimizer(config, [model]), which divides the states; leave it False for torch's"
             )
         mean = not getattr(self.config, "calculate_per_token_loss", False)
         replicas = self.parallel.size("dp-cp")

@@ -1,7 +1,6 @@
 """`get_megatron_optimizer`: parameters by their options, gradients and states in a `DataParallel`."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,15 +53,28 @@ def get_megatron_optimizer(
     chunks, rate = _checked(config, given, more)
     if dump_param_to_param_group_map is not None:
         raise ValueError(
-            f"dump_param_to_param_group_map={str(Path(dump_param_to_param_group_map))!r} is not here; param_groups "
+            f"dump_param_to_param_group_map={dump_param_to_param_group_map!r} is not here; param_groups "
             f"have the parameters of {len(chunks)} chunks"
         )
     if config_overrides is None:
         config_overrides = get_standard_config_overrides(config)
     members = _by_overrides(chunks, config_overrides)
+    update = UpdateConfig(
+        optimizer="adamw" if config.optimizer == "adam" else "sgd",
+        lr=rate,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        momentum=config.sgd_momentum if config.optimizer == "sgd" else None,
+        clip_grad=config.clip_grad,
+    )
+
+    # From here on the chunks are changed.
     ps = chunks[0].parallel
+    modules = [chunk.module for chunk in chunks]
     shard = DataParallel(
-        chunks[0].module if len(chunks) == 1 else [chunk.module for chunk in chunks],
+        modules if len(modules) > 1 else modules[0],
         ps,
         zero_stage=1 if config.use_distributed_optimizer else 0,
     )
@@ -76,26 +88,18 @@ def get_megatron_optimizer(
         decay = config.weight_decay * dict(key).get("wd_mult", 1.0)
         which = {"params": members.get(key, []), "may_be_empty": True} if key else {"rest": True}
         groups.append({**which, "weight_decay": decay})
-    update = UpdateConfig(
-        optimizer="adamw" if config.optimizer == "adam" else "sgd",
-        lr=rate,
-        weight_decay=config.weight_decay,
-        adam_beta1=config.adam_beta1,
-        adam_beta2=config.adam_beta2,
-        adam_eps=config.adam_eps,
-        momentum=config.sgd_momentum if config.optimizer == "sgd" else None,
-        clip_grad=config.clip_grad,
-    )
     kind = ShardedAdamW if config.optimizer == "adam" else ShardedSGD
     optimizer = kind(shard, update, groups=groups)
     for key, group in zip(ordered, optimizer.param_groups, strict=True):
-        own = dict(key)
-        group.update(
-            {"wd_mult": 1.0, "lr_mult": 1.0, "max_lr": rate, "min_lr": config.min_lr, **own}
-        )
-        group["is_decoupled_lr"] = False
-        group["default_config"] = not any("lr" in name for name in own)
+        group.update(_facts_of_group(dict(key), rate, config.min_lr))
     return MegatronOptimizer(optimizer, config)
+
+
+def _facts_of_group(own: dict[str, Any], rate: float, least: float | None) -> dict[str, Any]:
+    """What Megatron's groups say beside torch's options, and schedulers read."""
+    is_default = not any("lr" in name for name in own)
+    facts = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "max_lr": rate}
+    return facts | {"min_lr": least, "default_config": is_default} | own
 
 
 def _checked(
