@@ -52,7 +52,7 @@ def rate_of(step):
 
 
 def expected(per_token=False):
-    """(norms, weights by name) of torch's AdamW."""
+    """(norms, zeros in gradients, weights by name) of torch's AdamW."""
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(1, 1)
     try:
@@ -64,19 +64,18 @@ def expected(per_token=False):
         ]
         assert all(group["params"] for group in groups)
         optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=1e-8)
-        norms = []
+        norms, zeros = [], []
         for step in range(STEPS):
-            for group in groups:
-                group["lr"] = rate_of(step + 1)
             for group in optimizer.param_groups:
                 group["lr"] = rate_of(step + 1)
             losses = outputs(model, TOKENS[step])
             ((losses * MASK).sum() / MASK.sum() if per_token else losses.mean()).backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+            zeros.append(sum(int((p.grad == 0).sum()) for _, p in named))
             optimizer.step()
             optimizer.zero_grad()
         assert min(norms) > CLIP
-        return norms, {name: p.detach() for name, p in named}
+        return norms, zeros, {name: p.detach() for name, p in named}
     finally:
         mpu.destroy_model_parallel()
 
@@ -87,79 +86,90 @@ def loss_func(mask, losses, *, per_token):
     return losses.mean(), {}
 
 
+def setup(chunks, divided, per_token):
+    """(wrapped chunks, optimizer, scheduler), as a training script makes them."""
+    config = a_config(
+        calculate_per_token_loss=per_token,
+        finalize_model_grads_func=finalize_model_grads,
+        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+    )
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=divided)
+    each = [{"vp_stage": i} for i in range(chunks)] if chunks > 1 else [{}]
+    model = [DistributedDataParallel(config, ddp_config, build(config, **of)) for of in each]
+    optimizer_config = OptimizerConfig(
+        optimizer="adam", lr=LR, min_lr=0.0, weight_decay=DECAY, adam_beta1=0.9, adam_beta2=0.95,
+        adam_eps=1e-8, clip_grad=CLIP, params_dtype=torch.float64, use_distributed_optimizer=divided,
+        log_num_zeros_in_grad=True,
+    )  # fmt: skip
+    optimizer = get_megatron_optimizer(optimizer_config, model)
+    config.grad_scale_func = optimizer.scale_loss
+    scheduler = OptimizerParamScheduler(
+        optimizer, 0.0, LR, 0.0, 2 * ROWS, 10 * ROWS, "cosine", DECAY, DECAY, 0, "constant"
+    )
+    # a schedule begins with a rate of 0, of which no update would show anything
+    scheduler.step(ROWS)
+    return model, optimizer, scheduler
+
+
+def states_of(model, optimizer):
+    weights = {f"chunk{i}": chunk.module.sharded_state_dict(prefix="") for i, chunk in enumerate(model)}
+    return {"optimizer": optimizer.sharded_state_dict(weights["chunk0"]), **weights}
+
+
+def resumed(parts, directory, **of):
+    """The same parts made anew, from a checkpoint."""
+    model, optimizer, scheduler = parts
+    dist_checkpointing.save(states_of(model, optimizer), str(directory))
+    counts = scheduler.state_dict()
+    model, optimizer, scheduler = setup(**of)
+    found = dist_checkpointing.load(states_of(model, optimizer), str(directory))
+    for i, chunk in enumerate(model):
+        chunk.module.load_state_dict(found[f"chunk{i}"])
+    optimizer.load_state_dict(found["optimizer"])
+    scheduler.num_steps = 0
+    scheduler.load_state_dict(counts)
+    return model, optimizer, scheduler
+
+
+def gradients(model, step, *, per_token, plain):
+    """Of 2 microbatches, by the schedule or by a loop of the script's own."""
+    dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+    size = ROWS // dp // 2
+    slices = [slice((2 * rank + i) * size, (2 * rank + i + 1) * size) for i in range(2)]
+    data = [(rows, TOKENS[step][rows]) for rows in slices]
+    if plain:
+        for rows, tokens in data:
+            loss, *_ = loss_func(MASK[rows], outputs(model[0], tokens), per_token=per_token)
+            (loss if per_token else loss / 2).backward()
+        finalize_model_grads(model, sum(MASK[rows].sum() for rows, _ in data) if per_token else None)
+        return
+
+    def forward_step(iterator, model):
+        rows, tokens = next(iterator)
+        return outputs(model, tokens), partial(loss_func, MASK[rows], per_token=per_token)
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step, data_iterator=[iter(data) for _ in model], model=model,
+        num_microbatches=2, seq_length=S, micro_batch_size=size, forward_only=False,
+    )  # fmt: skip
+
+
 def train(directory, tp, pp, *, chunks=1, divided=False, per_token=False, plain=False, resume=False):
     """(norms, zeros) after STEPS steps; the weights are in `directory`."""
     mpu.destroy_model_parallel()
-    ps = mpu.initialize_model_parallel(tp, pp)
+    mpu.initialize_model_parallel(tp, pp, chunks if chunks > 1 else None)
     try:
-
-        def setup():
-            config = a_config(
-                calculate_per_token_loss=per_token,
-                finalize_model_grads_func=finalize_model_grads,
-                virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-            )
-            ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=divided)
-            each = [{"vp_stage": i} for i in range(chunks)] if chunks > 1 else [{}]
-            model = [DistributedDataParallel(config, ddp_config, build(config, **of)) for of in each]
-            optimizer_config = OptimizerConfig(
-                optimizer="adam", lr=LR, min_lr=0.0, weight_decay=DECAY, adam_beta1=0.9, adam_beta2=0.95,
-                adam_eps=1e-8, clip_grad=CLIP, params_dtype=torch.float64, use_distributed_optimizer=divided,
-                log_num_zeros_in_grad=True,
-            )  # fmt: skip
-            optimizer = get_megatron_optimizer(optimizer_config, model)
-            config.grad_scale_func = optimizer.scale_loss
-            scheduler = OptimizerParamScheduler(
-                optimizer, 0.0, LR, 0.0, 2 * ROWS, 10 * ROWS, "cosine", DECAY, DECAY, 0, "constant"
-            )
-            # Megatron's loop updates with a rate of 0 first; ours begins one step later
-            scheduler.step(ROWS)
-            return model, optimizer, scheduler
-
-        model, optimizer, scheduler = setup()
-        dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-        size = ROWS // dp // 2
-
-        def forward_step(iterator, model):
-            rows, tokens = next(iterator)
-            return outputs(model, tokens), partial(loss_func, MASK[rows], per_token=per_token)
-
+        of = {"chunks": chunks, "divided": divided, "per_token": per_token}
+        parts = setup(**of)
         facts = []
         for step in range(STEPS):
             if resume and step == 2:
-                states = {
-                    "optimizer": optimizer.sharded_state_dict(model[0].module.sharded_state_dict(prefix="")),
-                    **{f"chunk{i}": c.module.sharded_state_dict(prefix="") for i, c in enumerate(model)},
-                }
-                dist_checkpointing.save(states, str(directory / "middle"))
-                kept = scheduler.state_dict()
-                model, optimizer, scheduler = setup()
-                states = {
-                    "optimizer": optimizer.sharded_state_dict(None, is_loading=True),
-                    **{f"chunk{i}": c.module.sharded_state_dict(prefix="") for i, c in enumerate(model)},
-                }
-                found = dist_checkpointing.load(states, str(directory / "middle"))
-                for i, chunk in enumerate(model):
-                    chunk.module.load_state_dict(found[f"chunk{i}"])
-                optimizer.load_state_dict(found["optimizer"])
-                scheduler.num_steps = 0
-                scheduler.load_state_dict(kept)
+                parts = resumed(parts, directory / "middle", **of)
+            model, optimizer, scheduler = parts
             for chunk in model:
                 chunk.zero_grad_buffer()
             optimizer.zero_grad()
-            slices = [slice((2 * rank + i) * size, (2 * rank + i + 1) * size) for i in range(2)]
-            data = [(rows, TOKENS[step][rows]) for rows in slices]
-            if plain:
-                for rows, tokens in data:
-                    found = loss_func(MASK[rows], outputs(model[0], tokens), per_token=per_token)
-                    (found[0] if per_token else found[0] / 2).backward()
-                tokens = sum(MASK[rows].sum() for rows, _ in data) if per_token else None
-                finalize_model_grads(model, tokens)
-            else:
-                get_forward_backward_func()(
-                    forward_step_func=forward_step, data_iterator=[iter(data) for _ in model], model=model,
-                    num_microbatches=2, seq_length=S, micro_batch_size=size, forward_only=False,
-                )  # fmt: skip
+            gradients(model, step, per_token=per_token, plain=plain)
             done, norm, zeros = optimizer.step()
             assert done is True
             scheduler.step(increment=ROWS)
@@ -168,7 +178,6 @@ def train(directory, tp, pp, *, chunks=1, divided=False, per_token=False, plain=
         for chunk in model:
             state |= chunk.module.sharded_state_dict(prefix="")
         dist_checkpointing.save(state, str(directory / "end"))
-        assert ps.size("tp") == tp
         return facts
     finally:
         mpu.destroy_model_parallel()
@@ -210,10 +219,11 @@ def alone(_pool):
 @pytest.mark.parametrize("case", CASES)
 def test_a_loop_is_torchs_adamw_on_every_layout(ranks, alone, tmp_path, case):
     tp, pp, world, more = CASES[case]
-    norms, weights = alone[more.get("per_token", False)]
+    norms, zeros, weights = alone[more.get("per_token", False)]
     found = ranks(partial(train, tmp_path, tp, pp, **more), world=world)
     assert all(facts == found[0] for facts in found)
     torch.testing.assert_close([norm for norm, _ in found[0]], norms, rtol=1e-9, atol=0)
+    assert [count for _, count in found[0]] == zeros
     (mine,) = ranks(whole, tmp_path / "end", world=1)
     for name, weight in weights.items():
         torch.testing.assert_close(mine[name], weight, rtol=1e-8, atol=1e-10, msg=name)
@@ -248,7 +258,9 @@ def test_a_field_that_is_not_here_is_refused(of, words):
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_changed(state):
-    with pytest.raises(TypeError, match=r"OptimizerConfig has no weight_decy \(1 of 2 given\); did you mean weight_decay\?"):
+    with pytest.raises(
+        TypeError, match=r"OptimizerConfig has no weight_decy \(1 of 2 given\); did you mean weight_decay\?"
+    ):
         OptimizerConfig(lr=1.0, weight_decy=0.9)
     model = wrap()
     for config, chunks, more, words in (
@@ -280,7 +292,8 @@ def test_groups_have_megatrons_facts(state):
     }
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1.0, min_lr=0.1, weight_decay=0.2), [wrap()], overrides)
     facts = [
-        (g["wd_mult"], g["max_lr"], g["min_lr"], g["default_config"], g["weight_decay"]) for g in optimizer.param_groups
+        (g["wd_mult"], g["max_lr"], g["min_lr"], g["default_config"], g["weight_decay"])
+        for g in optimizer.param_groups
     ]
     assert facts == [(1.0, 1.0, 0.1, True, 0.2), (0.5, 0.5, 0.1, False, 0.1), (0.0, 1.0, 0.1, True, 0.0)]
     assert len(optimizer.get_parameters()) == len(optimizer.state) > 0

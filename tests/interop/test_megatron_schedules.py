@@ -129,8 +129,14 @@ def test_a_constant_batch(counts):
     assert (counts.get_num_microbatches(), counts.get_current_running_global_batch_size()) == (8, 64)
     assert counts.get_current_global_batch_size() == 70
     for sizes, words in (
-        ((None, 70, 4, 2), "global_batch_size=70 does not divide by micro_batch_size=4 times data_parallel_size=2; m"),
-        ((None, 4, 4, 2, True), "global_batch_size=4 is below micro_batch_size=4 times data_parallel_size=2: 0 micro"),
+        (
+            (None, 70, 4, 2),
+            "global_batch_size=70 does not divide by micro_batch_size=4 times data_parallel_size=2; m",
+        ),
+        (
+            (None, 4, 4, 2, True),
+            "global_batch_size=4 is below micro_batch_size=4 times data_parallel_size=2: 0 micro",
+        ),
         ((None, 64, 0, 2), "micro_batch_size=0 must be at least 1"),
         (([16, 16], 64, 4, 2), "rampup_batch_size has 2 numbers; give 3: the first global batch"),
         (([16, 10, 100], 64, 4, 2), r"rampup_batch_size=\[16, 10, 100\]: from 16 .* by steps of 10 the batch"),

@@ -20,8 +20,8 @@ _logger = logging.getLogger(__name__)
 def _wait(barrier: bool) -> None:
     """Until the device has done what it was given; barrier: and every rank is here."""
     ps = current_state()
-    if ps.device.type == "cuda":
-        torch.cuda.synchronize(ps.device)
+    if ps.device.type != "cpu":
+        torch.accelerator.synchronize(ps.device)
     if barrier:
         all_reduce(torch.zeros(1, device=ps.device), ps.world)
 

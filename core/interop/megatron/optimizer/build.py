@@ -70,14 +70,10 @@ def get_megatron_optimizer(
         clip_grad=config.clip_grad,
     )
 
-    # From here on the chunks are changed.
     ps = chunks[0].parallel
     modules = [chunk.module for chunk in chunks]
-    shard = DataParallel(
-        modules if len(modules) > 1 else modules[0],
-        ps,
-        zero_stage=1 if config.use_distributed_optimizer else 0,
-    )
+    zero_stage = 1 if config.use_distributed_optimizer else 0
+    shard = DataParallel(modules if modules[1:] else modules[0], ps, zero_stage=zero_stage)
     for chunk in chunks:
         chunk.take_shard(shard)
     # as many groups in one order on every rank, those without overrides first
