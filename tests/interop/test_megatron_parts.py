@@ -178,42 +178,6 @@ def test_a_configuration_has_facts_only(state):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, window_size=(128, 0))
     with pytest.raises(ValueError, match=r"no num_moe_expert \(did you mean num_moe_experts\?\) here$"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_expert=4)
-    for of, words in (
-        (
-            {"use_megatron_fsdp": True},
-            r"use_megatron_fsdp=True is another object here: DataParallel\(model, parallel_s",
-        ),
-        ({"use_custom_fsdp": True}, r"use_custom_fsdp=True is another object here: DataParallel.*zero_stage=3"),
-        ({"data_parallel_sharding_strategy": "optim"}, "strategy=optim is another object here: zero_stage=0 to 3 of"),
-        (
-            {"num_distributed_optimizer_instances": 2},
-            "instances=2: states are divided over all data ranks; leave it 1",
-        ),
-        (
-            {"fp8_param_gather": True},
-            "fp8_param_gather=True is another object here: weights are gathered in their own",
-        ),
-        ({"delay_wgrad_compute": True}, "delay_wgrad_compute=True is another object here: schedules with W actions"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            DistributedDataParallelConfig(**of)
-    DistributedDataParallelConfig(data_parallel_sharding_strategy="no_shard", delay_wgrad_compute=False)
-    for of, words in (
-        (
-            {"recompute_modules": ["mlp"]},
-            r"recompute_modules \(call apply_recompute\(model, \['mlp'\]\) of core.autogr",
-        ),
-        ({"cp_comm_type": "p2p"}, r"cp_comm_type \(give initialize_model_parallel\(cp_comm_type=...\)"),
-        ({"num_layers_in_first_pipeline_stage": 1}, r"pipeline_stage \(give layers=range\(...\)"),
-        ({"pipeline_model_parallel_layout": "Et|tL"}, r"pipeline_model_parallel_layout \(give layers=range"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **of)
-    assert mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=0)
-    with pytest.raises(
-        ValueError, match="whether chunk 1 is the last depends on their number, which was said to be 1;"
-    ):
-        mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=1)
     with pytest.raises(ValueError, match="parts that are not here: mtp"):
         get_gpt_layer_local_spec(mtp=True)
 

@@ -53,7 +53,8 @@ _INSTEAD = {
     "jit": "torch.compile",
     "models.common": "GPTModel's parts of core.models.gpt, or core.transformer.spec.TransformerLayerSpec",
     "optimizer.muon": "build_optimizer(shard, OptimizerConfig(optimizer='muon')) of core.optimizer",
-    "optimizer.distrib_optimizer": "OptimizerConfig(use_distributed_optimizer=True) of core.interop.megatron.optimizer",
+    "optimizer.distrib_optimizer": "OptimizerConfig(use_distributed_optimizer=True) of "
+    "core.interop.megatron.optimizer",
     "optimizer.cpu_offloading": "offload=Offload(...) of core.optimizer.build_optimizer",
     "fp8_utils": "fp8 and fp8_recipe of TransformerConfig",
     "rerun_state_machine": "leave it out: no step is run again",

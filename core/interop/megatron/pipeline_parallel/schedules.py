@@ -22,13 +22,13 @@ def forward_backward(*, model: nn.Module | Sequence[nn.Module], **keywords: Any)
 
     Raises ValueError: a keyword that asks for something that is not here.
     """
-    for name in _NOT_NEEDED:
-        keywords.pop(name, None)
     if "calculate_per_token_loss" in keywords:
         raise ValueError(
             f"calculate_per_token_loss={keywords['calculate_per_token_loss']} is a field: "
-            "TransformerConfig(calculate_per_token_loss=...); leave it out (1 of the keywords here)"
+            "TransformerConfig(calculate_per_token_loss=...); leave it out"
         )
+    for name in _NOT_NEEDED:
+        keywords.pop(name, None)
     for name in ("collect_non_loss_data", "adjust_tensor_shapes_fn", "force_all_reduce"):
         if keywords.pop(name, None):
             raise ValueError(

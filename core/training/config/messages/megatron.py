@@ -187,11 +187,13 @@ _LEAVE_OUT = {
     "the loss is the sum over all tokens divided by their number": "calculate_per_token_loss",
     "rows are drawn in an order that data.seed decides, and no index is built": (
         "mmap_bin_files dataloader_type data_cache_path no_mmap_bin_files "
-        "no_create_attention_mask_in_dataloader create_attention_mask_in_dataloader data_impl num_dataset_builder_threads"
+        "no_create_attention_mask_in_dataloader create_attention_mask_in_dataloader data_impl "
+        "num_dataset_builder_threads"
     ),
     "training.profile is torch's profiler, on every rank": "use_pytorch_profiler profile_ranks",
     "metrics.jsonl has times, training.tensorboard every record": (
-        "barrier_with_L1_time no_barrier_with_level_1_timing timing_log_level timing_log_option log_progress tensorboard_log_interval "
+        "barrier_with_L1_time no_barrier_with_level_1_timing "
+        "timing_log_level timing_log_option log_progress tensorboard_log_interval "
         "tensorboard_queue_size log_timers_to_tensorboard log_memory_to_tensorboard "
         "no_log_loss_scale_to_tensorboard log_loss_scale_to_tensorboard "
         "log_validation_ppl_to_tensorboard log_world_size_to_tensorboard "
