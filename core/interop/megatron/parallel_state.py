@@ -76,7 +76,7 @@ def initialize_model_parallel(
 ) -> ParallelState:
     """As Megatron's, whose `order` is innermost to outermost. Virtual stages are the chunks that a rank is given.
 
-    sequence_parallel, cp_comm_type, debug: as for `core.parallel_state`; the first 2 are Megatron's TransformerConfig's.
+    sequence_parallel, cp_comm_type, debug: as for `core.parallel_state`; Megatron's TransformerConfig has 2 of them.
     Raises ValueError: an argument that asks for groups which are not here; sizes that do not fit the world.
     """
     # a size of 1, or an option that is off, asks for nothing; True is no size
