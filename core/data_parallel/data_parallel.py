@@ -173,12 +173,12 @@ class DataParallel(BesideModule, GradSync):
         """Global name -> every trainable parameter."""
         return {name: p for p, name in self._names.items()}
 
-    # what executors call
     def _own_stage(self, stage: nn.Module) -> nn.Module:
-        """The stage as it was given to us: an executor may have a wrapped or compiled one."""
+        """The stage as it was given to us: an executor may have a compiled one, or a wrapped one in a wrapper."""
         if stage in self._stages:
             return stage
-        wrapped = [own for own in stage.children() if own in self._stages] or self._stages
+        inside = {own for child in stage.children() for own in (child, *child.children())}
+        wrapped = [own for own in self._stages if own in inside] or self._stages
         if len(wrapped) != 1:
             raise ValueError(
                 f"DataParallel holds {len(self._stages)} stages, {type(stage).__name__} is none; give both the same"

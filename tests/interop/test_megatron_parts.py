@@ -178,8 +178,6 @@ def test_a_configuration_has_facts_only(state):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, window_size=(128, 0))
     with pytest.raises(ValueError, match=r"no num_moe_expert \(did you mean num_moe_experts\?\) here$"):
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, num_moe_expert=4)
-    with pytest.raises(ValueError, match=r"use_distributed_optimizer=True is another object here: DataParallel"):
-        DistributedDataParallelConfig(use_distributed_optimizer=True)
     with pytest.raises(ValueError, match="parts that are not here: mtp"):
         get_gpt_layer_local_spec(mtp=True)
 
@@ -329,9 +327,9 @@ def test_a_layer_refuses_an_argument_that_asks_for_something_else(state, name):
 @pytest.mark.parametrize(
     "module, remedy",
     [
-        ("optimizer", "use ShardedAdamW(shard, OptimizerConfig(...)) of core.optimizer, or torch.optim's; "),
+        ("optimizer.muon", "use build_optimizer(shard, OptimizerConfig(optimizer='muon')) of core.optimizer; "),
         ("transformer.moe.router", "use num_moe_experts of TransformerConfig and core.models.gpt.moe_spec"),
-        ("num_microbatches_calculator", "use num_microbatches of core.pipeline.Pipeline"),
+        ("models.common.embeddings", "use GPTModel's parts of core.models.gpt"),
         ("somewhere", "docs/from_megatron.md has all names"),
     ],
 )

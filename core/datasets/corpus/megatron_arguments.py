@@ -10,6 +10,7 @@ ANSWERS = {
     "--tokenizer-model": _FILE,
     "--vocab-file": _FILE,
     "--merge-file": _FILE,
+    "--json-key": "give --text-key KEY",
     "--json-keys": "give --text-key KEY, one of them; each further one is a run of its own",
     "--vocab-size": f"{_LEAVE}: the tokenizer says it",
     "--keep-newlines": f"{_LEAVE}: newlines are kept",

@@ -26,10 +26,6 @@ _SHARDED = (
 )
 # the first that fits: a module of theirs, or one inside it -> what to do
 _INSTEAD = {
-    "optimizer": "ShardedAdamW(shard, OptimizerConfig(...)) of core.optimizer, or torch.optim's",
-    "optimizer_param_scheduler": "OptimizerConfig.lr_schedule of core.optimizer, or torch's schedulers",
-    "num_microbatches_calculator": "num_microbatches of core.pipeline.Pipeline; a run solves the batch by itself",
-    "timers": "torch.profiler; a run's metrics.jsonl has times",
     "training": "python -m core.pretrain, whose answer to Megatron's arguments names ours",
     "inference": "core.training.generate",
     "export": "python -m core.models.huggingface export",
@@ -55,6 +51,11 @@ _INSTEAD = {
     "fusions": "torch's own operations",
     "packed_seq_params": "core.datasets.Packing",
     "jit": "torch.compile",
+    "models.common": "GPTModel's parts of core.models.gpt, or core.transformer.spec.TransformerLayerSpec",
+    "optimizer.muon": "build_optimizer(shard, OptimizerConfig(optimizer='muon')) of core.optimizer",
+    "optimizer.distrib_optimizer": "OptimizerConfig(use_distributed_optimizer=True) of "
+    "core.interop.megatron.optimizer",
+    "optimizer.cpu_offloading": "offload=Offload(...) of core.optimizer.build_optimizer",
     "fp8_utils": "fp8 and fp8_recipe of TransformerConfig",
     "rerun_state_machine": "leave it out: no step is run again",
 }
@@ -67,6 +68,28 @@ _INSTEAD |= dict.fromkeys(_OTHER_MODELS, "only decoders of text are (GPTModel)")
 _NAMES = {
     ("models.gpt.gpt_layer_specs", "get_gpt_layer_with_transformer_engine_spec"): _ONE_KIND,
     ("models.gpt.gpt_layer_specs", "get_gpt_decoder_block_spec"): _BLOCK,
+    (
+        "models.gpt.gpt_layer_specs",
+        "get_gpt_mtp_block_spec",
+    ): "leave it out: a model here predicts the next token only",
+    (
+        "datasets.gpt_dataset",
+        "MockGPTLowLevelDataset",
+    ): "MockGPTDataset, which makes its own tokens",
+    ("parallel_state", "get_model_parallel_group"): "get_megatron_optimizer, which clips over "
+    "tensor and pipeline ranks; or clip_grad_norm_ of core.optimizer",
+    (
+        "utils",
+        "get_attr_wrapped_model",
+    ): "getattr(model, name): the wrapper gives the module's attributes",
+    (
+        "optimizer",
+        "get_megatron_muon_optimizer",
+    ): "build_optimizer(shard, OptimizerConfig(optimizer='muon')) of core.optimizer",
+    (
+        "optimizer",
+        "DistributedOptimizer",
+    ): "get_megatron_optimizer(OptimizerConfig(use_distributed_optimizer=True), ...)",
     ("transformer.module", "Float16Module"): "params_dtype of the configuration",
     ("parallel_state", "get_position_embedding_group"): _RANKS,
     ("parallel_state", "default_embedding_ranks"): _RANKS,

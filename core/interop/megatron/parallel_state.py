@@ -2,6 +2,7 @@
 
 from difflib import get_close_matches
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from core.interop.megatron.absent import absent_names
 from core.parallel_state import current
@@ -55,6 +56,8 @@ from core.parallel_state.state import ParallelState
 
 # groups are those that torch's default group has
 _NO_EFFECT = ("create_gloo_process_groups",)
+# a state -> the chunks of each rank, as they were said when it was made
+_chunks: WeakKeyDictionary[ParallelState, int] = WeakKeyDictionary()
 
 
 def initialize_model_parallel(
@@ -63,6 +66,7 @@ def initialize_model_parallel(
     virtual_pipeline_model_parallel_size: int | None = None,
     *,
     context_parallel_size: int = 1,
+    cp_comm_type: str = "all_gather",
     expert_model_parallel_size: int = 1,
     sequence_parallel: bool = False,
     debug: bool = False,
@@ -72,7 +76,7 @@ def initialize_model_parallel(
 ) -> ParallelState:
     """As Megatron's, whose `order` is innermost to outermost. Virtual stages are the chunks that a rank is given.
 
-    sequence_parallel, debug: as for `core.parallel_state`; Megatron's TransformerConfig says the first.
+    sequence_parallel, cp_comm_type, debug: as for `core.parallel_state`; Megatron's TransformerConfig has 2 of them.
     Raises ValueError: an argument that asks for groups which are not here; sizes that do not fit the world.
     """
     # a size of 1, or an option that is off, asks for nothing; True is no size
@@ -89,16 +93,19 @@ def initialize_model_parallel(
         )
     # Megatron orders axes from the innermost to the outermost, we do it the other way round
     axes = [axis for axis in reversed(order.split("-")) if axis != "ep"]
-    return current.initialize_model_parallel(
+    ps = current.initialize_model_parallel(
         tensor_model_parallel_size,
         pipeline_model_parallel_size,
         context_parallel_size=context_parallel_size,
+        cp_comm_type=cp_comm_type,
         expert_model_parallel_size=expert_model_parallel_size,
         sequence_parallel=sequence_parallel,
         debug=debug,
         order="-".join(axes),
         distributed_timeout_minutes=distributed_timeout_minutes,
     )
+    _chunks[ps] = virtual_pipeline_model_parallel_size or 1
+    return ps
 
 
 def is_initialized() -> bool:
@@ -112,12 +119,20 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Whether this rank is the last of the pipeline. Raises ValueError: asked of a virtual stage."""
-    if not ignore_virtual and vp_stage is not None:
+    """Whether this rank holds the last stage; of virtual ones: whether it is the last chunk.
+
+    Raises ValueError: asked of a chunk of a state whose number of chunks nobody has said.
+    """
+    if ignore_virtual or vp_stage is None:
+        return is_last()
+    chunks = _chunks.get(current_state())
+    if chunks is None or vp_stage >= chunks:
+        known = "nobody has said" if chunks is None else f"was said to be {chunks}"
         raise ValueError(
-            f"whether chunk {vp_stage} is the last depends on their number; compare it with yours"
+            f"whether chunk {vp_stage} is the last depends on their number, which {known}; give "
+            "initialize_model_parallel(virtual_pipeline_model_parallel_size=...) of this module"
         )
-    return is_last()
+    return is_last() and vp_stage == chunks - 1
 
 
 def get_tensor_model_parallel_src_rank() -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.interop.megatron.absent import absent_names
 from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
 from core.interop.megatron.datasets.utils import Split, split_bounds
 
@@ -263,3 +264,6 @@ class MockGPTDataset(GPTDataset):
     def build_low_level_dataset(cls, path_prefix: str | None, config: GPTDatasetConfig) -> Any:
         """The generated documents, whatever the prefix."""
         return MockDocuments(config.tokenizer)
+
+
+__getattr__ = absent_names(__name__)

@@ -10,21 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from core.autograd.gradients import is_shown
+from core.data_parallel import DataParallel
+from core.data_parallel.buffers.gradient import slot_of
 from core.parallel_state import ParallelState, current_state, layout_of
 from core.parallel_state.collectives import all_reduce, broadcast
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.transformer.moe.experts import Experts
 
-_SHARDED = (
-    "DataParallel(model, parallel_state, zero_stage=1) and ShardedAdamW divide the states "
-    "(docs/from_megatron.md)"
-)
+# field -> what there is instead
+_INSTEAD = {
+    "use_megatron_fsdp": "DataParallel(model, parallel_state, zero_stage=3) of core.data_parallel divides weights",
+    "use_custom_fsdp": "DataParallel(model, parallel_state, zero_stage=3) of core.data_parallel divides weights",
+    "data_parallel_sharding_strategy": "zero_stage=0 to 3 of core.data_parallel.DataParallel is the strategy",
+    "fp8_param_gather": "weights are gathered in their own dtype; TransformerConfig(fp8='hybrid') has the products",
+    "delay_wgrad_compute": "schedules with W actions of core.pipeline.Pipeline delay weight gradients",
+}
+# a value that asks for nothing
+_NOTHING = {"num_distributed_optimizer_instances": 1, "data_parallel_sharding_strategy": "no_shard"}
 
 
 @dataclass
 class DistributedDataParallelConfig:
     """Megatron's fields that change numbers or memory. Overlapping and bucket sizes do neither here.
 
+    use_distributed_optimizer: `get_megatron_optimizer` divides the states over the data ranks.
     Raises ValueError: what is done by another object here.
     """
 
@@ -36,13 +45,30 @@ class DistributedDataParallelConfig:
     bucket_size: int | None = None
     average_in_collective: bool = False
     use_megatron_fsdp: bool = False
+    use_custom_fsdp: bool = False
+    num_distributed_optimizer_instances: int = 1
+    data_parallel_sharding_strategy: str = "no_shard"
+    fp8_param_gather: bool = False
+    delay_wgrad_compute: bool = False
+    align_param_gather: bool = False
+    gradient_reduce_div_fusion: bool = True
+    pad_buckets_for_high_nccl_busbw: bool = False
+    check_for_large_grads: bool = False
+    suggested_communication_unit_size: int | None = None
+    keep_fp8_transpose_cache: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("use_distributed_optimizer", "overlap_param_gather", "use_megatron_fsdp"):
-            if getattr(self, name):
+        for name, instead in _INSTEAD.items():
+            value = getattr(self, name)
+            if value != _NOTHING.get(name, False):
                 raise ValueError(
-                    f"{name}=True is another object here: {_SHARDED}; or leave it False"
+                    f"{name}={value} is another object here: {instead}; or leave it out"
                 )
+        if self.num_distributed_optimizer_instances != 1:
+            raise ValueError(
+                f"num_distributed_optimizer_instances={self.num_distributed_optimizer_instances}: states are divided "
+                "over all data ranks; leave it 1"
+            )
 
 
 class DistributedDataParallel(nn.Module):
@@ -51,6 +77,7 @@ class DistributedDataParallel(nn.Module):
     With `config.calculate_per_token_loss` the sum, which `finalize_model_grads(..., num_tokens)` divides. Experts'
     are summed over the ranks that hold the same ones, and divided by all data ranks, whose tokens are in them.
     From then until the next forward `main_grad` is the same tensor as `.grad`; zeros where that is None.
+    shard: the `DataParallel` that has the gradients, after `get_megatron_optimizer`; else None.
     """
 
     def __init__(
@@ -69,13 +96,14 @@ class DistributedDataParallel(nn.Module):
             if isinstance(part, Experts):
                 # by `finish_grad_sync`: the experts must not do it in backward as well
                 part.edp_is_summed = True
+        self.shard: DataParallel | None = None
         self._warned = self._shows_main_grads = False
         if self.parallel.size("dp-cp") > 1:
             before_optimizer_steps(self._look)
 
     def _look(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Before any optimizer's step: warn, once, of gradients that `finish_grad_sync` has not brought."""
-        if self._warned:
+        if self._warned or self.shard is not None:
             return
         own_ids = {id(parameter) for parameter in self.module.parameters()}
         for group in optimizer.param_groups:
@@ -103,6 +131,35 @@ class DistributedDataParallel(nn.Module):
             self._hide_main_grads()
         return self.module(*args, **kwargs)
 
+    def take_shard(self, shard: DataParallel) -> None:
+        """From now on `shard` sums and holds the gradients."""
+        self.shard = shard
+
+    @torch.no_grad()
+    def divide_gradients(self, total: Tensor | None) -> None:
+        """After `finish_grad_sync`: sums over the tokens of all ranks, divided by `total`, at least 1 of them.
+
+        None: they stay sums.
+        """
+        # a batch of padding alone has 0 tokens, and gradients of 0
+        tokens = None if total is None else total.clamp(min=1)
+        if self.shard is None:
+            if tokens is not None:
+                for parameter in self.module.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad /= tokens
+            return
+        factor = torch.ones((), dtype=torch.float64, device=self.parallel.device)
+        if tokens is not None:
+            factor = factor / tokens.reshape(())
+        for parameter in self.module.parameters():
+            slot = slot_of(parameter)
+            if slot is not None and parameter.grad is not None:
+                # outside of an executor these are means over the replicas
+                slot.request_values()
+                replicas = 1 if slot.sums.has_executor else self.parallel.size("dp-cp")
+                slot.scale(factor * replicas)
+
     def _parameters_by_group(self) -> dict[str, list[Tensor]]:
         """group name -> parameters whose gradients are summed over it."""
         by_group: dict[str, list[Tensor]] = {}
@@ -114,6 +171,16 @@ class DistributedDataParallel(nn.Module):
     @torch.no_grad()
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """All-reduce per group and dtype. A parameter that got no gradient on this rank counts as zeros."""
+        if self.shard is not None:
+            if not self.shard.finished:
+                self.shard.finish()
+            self._show_main_grads()
+            return
+        if self.ddp_config.use_distributed_optimizer:
+            raise ValueError(
+                "DistributedDataParallelConfig(use_distributed_optimizer=True), and 0 optimizers of "
+                "get_megatron_optimizer(config, [model]), which divides the states; leave it False for torch's"
+            )
         mean = not getattr(self.config, "calculate_per_token_loss", False)
         replicas = self.parallel.size("dp-cp")
         for name, parameters in self._parameters_by_group().items():
@@ -176,7 +243,10 @@ class DistributedDataParallel(nn.Module):
 
     def zero_grad_buffer(self) -> None:
         """Set every gradient to zero, as before a step."""
-        self.module.zero_grad()
+        if self.shard is not None:
+            self.shard.zero_grad()
+        else:
+            self.module.zero_grad()
         if self._shows_main_grads:
             self._show_main_grads()
 

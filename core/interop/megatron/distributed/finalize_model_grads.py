@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.interop.megatron.distributed.distributed_data_parallel import DistributedDataParallel
 from core.parallel_state import current_state
 from core.parallel_state.collectives import all_reduce, broadcast
 
@@ -46,7 +47,17 @@ def finalize_model_grads(
         broadcast(total, ps.group("pp"), ps.size("pp") - 1)
         all_reduce(total, ps.group("dp-cp"))
         for chunk in model:
-            for parameter in chunk.parameters():
-                if parameter.grad is not None:
-                    # a batch of padding alone has 0 tokens, and gradients of 0
-                    parameter.grad /= total.clamp(min=1)
+            _divide(chunk, total)
+    elif getattr(config, "calculate_per_token_loss", False):
+        for chunk in model:
+            if isinstance(chunk, DistributedDataParallel):
+                chunk.divide_gradients(None)
+
+
+def _divide(chunk: nn.Module, total: Tensor) -> None:
+    if isinstance(chunk, DistributedDataParallel):
+        chunk.divide_gradients(total)
+        return
+    for parameter in chunk.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= total.clamp(min=1)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.interop.megatron.distributed import DistributedDataParallel
 from core.interop.megatron.utils import unwrap_model
 from core.parallel_state import current_state
 from core.pipeline.run.megatron import ForwardStep
@@ -21,6 +22,11 @@ def forward_backward(*, model: nn.Module | Sequence[nn.Module], **keywords: Any)
 
     Raises ValueError: a keyword that asks for something that is not here.
     """
+    if "calculate_per_token_loss" in keywords:
+        raise ValueError(
+            f"calculate_per_token_loss={keywords['calculate_per_token_loss']} is a field: "
+            "TransformerConfig(calculate_per_token_loss=...); leave it out"
+        )
     for name in _NOT_NEEDED:
         keywords.pop(name, None)
     for name in ("collect_non_loss_data", "adjust_tensor_shapes_fn", "force_all_reduce"):
@@ -35,6 +41,9 @@ def forward_backward(*, model: nn.Module | Sequence[nn.Module], **keywords: Any)
     if per_token:
         keywords["forward_step_func"] = _counting(keywords["forward_step_func"], counts)
     keywords["loss_scale"] = _loss_scale(config, current_state().device)
+    # after get_megatron_optimizer a DataParallel has the gradients of all chunks
+    if isinstance(models[0], DistributedDataParallel) and not keywords.get("forward_only", False):
+        keywords.setdefault("grad_sync", models[0].shard)
     reports = run(model=model, calculate_per_token_loss=per_token, **keywords)
     # Megatron sums gradients over the replicas in this hook, after the last microbatch
     finalize = getattr(config, "finalize_model_grads_func", None)

@@ -31,6 +31,7 @@ from core.interop.megatron.tensor_parallel.mappings import (
 from core.interop.megatron.tensor_parallel.mappings import (
     vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
 )
+from core.interop.megatron.tensor_parallel.random import checkpoint as checkpoint
 from core.interop.megatron.tensor_parallel.random import (
     get_cuda_rng_tracker as get_cuda_rng_tracker,
 )

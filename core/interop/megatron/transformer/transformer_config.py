@@ -126,7 +126,17 @@ def _checked_fp8(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 # what is said in other words here
-_OURS = {"window_size": "give windows, one per layer: of (127, 0) (128,) * num_layers"}
+_LAYERS = (
+    "give layers=range(...) of core.models.gpt.GPTModel, or layers=[range(...), ...] of gpt_stages"
+)
+_OURS = {
+    "window_size": "give windows, one per layer: of (127, 0) (128,) * num_layers",
+    "recompute_modules": "call apply_recompute(model, ['mlp']) of core.autograd on the model",
+    "cp_comm_type": "give initialize_model_parallel(cp_comm_type=...) of parallel_state",
+    "num_layers_in_first_pipeline_stage": _LAYERS,
+    "num_layers_in_last_pipeline_stage": _LAYERS,
+    "pipeline_model_parallel_layout": _LAYERS,
+}
 
 
 def _not_here(unknown: list[str]) -> str:

@@ -97,6 +97,17 @@ _ANSWERS = {
     "profile_step_start": "give training.profile=10:12, steps from 0, the last one excluded",
     "profile_step_end": "give training.profile=10:12, steps from 0, the last one excluded",
     "tensorboard_dir": "give training.tensorboard; the records are written into training.output",
+    "yaml_cfg": "give --config FILE.toml; python -m core.training.config --template prints one",
+    "model_parallel_size": "give parallel.tensor",
+    "replication": "not here: give checkpoint.every, each step is saved whole",
+    "replication_jump": "not here: give checkpoint.every, each step is saved whole",
+    "replication_factor": "not here: give checkpoint.every, each step is saved whole",
+    "iterations_to_skip": "not here: optimizer.skip_grad_norm_above skips updates whose norm is a spike",
+    "num_distributed_optimizer_instances": "give parallel.replicate, the copies of what zero_stage divides",
+    "full_validation": "give training.eval_batches, as many as data.valid has",
+    "multiple_validation_sets": "give data.valid one blend, and python -m core.training.evaluate RUN --data TEXT "
+    "for each of the others",
+    "export_te_mcore_model": "not here: python -m core.models.huggingface export writes a model",
     "wandb_entity": "set WANDB_ENTITY in the environment",
     "train_data_path": _TEXTS,
 }
@@ -116,7 +127,7 @@ moe_layer_recompute moe_router_force_load_balancing moe_shared_expert_gate moe_a
 is_hybrid_model hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern mamba_state_dim
 mamba_head_dim mamba_num_groups mamba_num_heads linear_attention_freq attention_output_gate
 experimental_attention_variant heterogeneous_layers_config_path num_classes output_bert_embeddings
-bert_embedder_type retro_workdir
+bert_embedder_type retro_workdir enable_experimental softmax_type
 """
 
 # what there is nothing to give for -> why
@@ -167,6 +178,7 @@ _LEAVE_OUT = {
     ),
     "scales follow the present largest value, not those of steps before": "fp8_interval fp8_amax_compute_algo",
     "torchrun says it": "local_rank",
+    "scores are not scaled by the layer's number": "no_query_key_layer_scaling",
     "there is one kind of model": "use_legacy_models deprecated_use_mcore_models",
     "weights are always initialised or read": (
         "perform_initialization no_initialization data_parallel_random_init lazy_mpu_init "
@@ -175,10 +187,12 @@ _LEAVE_OUT = {
     "the loss is the sum over all tokens divided by their number": "calculate_per_token_loss",
     "rows are drawn in an order that data.seed decides, and no index is built": (
         "mmap_bin_files dataloader_type data_cache_path no_mmap_bin_files "
-        "no_create_attention_mask_in_dataloader num_dataset_builder_threads"
+        "no_create_attention_mask_in_dataloader create_attention_mask_in_dataloader data_impl "
+        "num_dataset_builder_threads"
     ),
     "training.profile is torch's profiler, on every rank": "use_pytorch_profiler profile_ranks",
     "metrics.jsonl has times, training.tensorboard every record": (
+        "barrier_with_L1_time no_barrier_with_level_1_timing "
         "timing_log_level timing_log_option log_progress tensorboard_log_interval "
         "tensorboard_queue_size log_timers_to_tensorboard log_memory_to_tensorboard "
         "no_log_loss_scale_to_tensorboard log_loss_scale_to_tensorboard "

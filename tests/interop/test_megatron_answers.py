@@ -1,0 +1,72 @@
+"""What is said to Megatron's fields and keywords that are another object here, or a field of the configuration."""
+
+import pytest
+
+from core.interop.megatron import parallel_state as mpu
+from core.interop.megatron.distributed import DistributedDataParallelConfig
+from core.interop.megatron.pipeline_parallel.schedules import get_forward_backward_func
+from core.interop.megatron.transformer.transformer_config import TransformerConfig
+
+
+@pytest.fixture
+def fresh():
+    mpu.destroy_model_parallel()
+    yield
+    mpu.destroy_model_parallel()
+
+
+def test_of_the_wrapper():
+    for of, words in (
+        (
+            {"use_megatron_fsdp": True},
+            r"use_megatron_fsdp=True is another object here: DataParallel\(model, parallel_s",
+        ),
+        ({"use_custom_fsdp": True}, r"use_custom_fsdp=True is another object here: DataParallel.*zero_stage=3"),
+        ({"data_parallel_sharding_strategy": "optim"}, "strategy=optim is another object here: zero_stage=0 to 3 of"),
+        (
+            {"num_distributed_optimizer_instances": 2},
+            "instances=2: states are divided over all data ranks; leave it 1",
+        ),
+        (
+            {"fp8_param_gather": True},
+            "fp8_param_gather=True is another object here: weights are gathered in their own",
+        ),
+        ({"delay_wgrad_compute": True}, "delay_wgrad_compute=True is another object here: schedules with W actions"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            DistributedDataParallelConfig(**of)
+    DistributedDataParallelConfig(data_parallel_sharding_strategy="no_shard", delay_wgrad_compute=False)
+
+
+def test_of_a_configuration(fresh):
+    for of, words in (
+        (
+            {"recompute_modules": ["mlp"]},
+            r"recompute_modules \(call apply_recompute\(model, \['mlp'\]\) of core.autogr",
+        ),
+        ({"cp_comm_type": "p2p"}, r"cp_comm_type \(give initialize_model_parallel\(cp_comm_type=...\)"),
+        ({"num_layers_in_first_pipeline_stage": 1}, r"pipeline_stage \(give layers=range\(...\)"),
+        ({"pipeline_model_parallel_layout": "Et|tL"}, r"pipeline_model_parallel_layout \(give layers=range"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **of)
+
+
+@pytest.mark.parametrize("chunks, lasts", [(None, [0]), (3, [2])])
+def test_which_chunk_is_the_last(fresh, chunks, lasts):
+    mpu.initialize_model_parallel(1, 1, chunks)
+    found = [i for i in range(chunks or 1) if mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=i)]
+    assert found == lasts
+    words = (
+        f"whether chunk 3 is the last depends on their number, which was said to be {chunks or 1}; give initialize"
+    )
+    with pytest.raises(ValueError, match=words):
+        mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=3)
+
+
+def test_of_a_step():
+    words = (
+        r"calculate_per_token_loss=True is a field: TransformerConfig\(calculate_per_token_loss=...\); leave it out"
+    )
+    with pytest.raises(ValueError, match=words):
+        get_forward_backward_func()(model=[], forward_step_func=None, calculate_per_token_loss=True)
