@@ -32,6 +32,7 @@ from core.parallel_state.by_hand.inside import called_inside
 from core.parallel_state.by_hand.listening_classes import Reporter, listening_classes, run_plain
 from core.parallel_state.by_hand.numbers import of_parameter
 from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.split_functions import Followed
 from core.parallel_state.by_hand.states import ListenedStates
 from core.parallel_state.by_hand.whole_dims import result_of
 from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
@@ -229,60 +230,66 @@ class ByHand:
             caller = sys._getframe(2)
             if not self.is_open or not called_by_program(caller):
                 return result
-            return self._judged(func, args, kwargs, result, caller)
-
-    def _judged(self, func: Any, args: tuple, kwargs: dict, result: Any, caller: Any) -> Any:
-        """`result`, or what stands for it: a number that is known again."""
-        name = function_name(func)
-        # None: elementwise, a view, a fact
-        kind = KIND_OF_FUNCTION.get(name)
-        # vector_to_parameters cuts by sizes what parameters_to_vector joined: right
-        if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith(
-            "torch.nn.utils."
-        ):
-            return result
-        values = (*args, *kwargs.values())
-        listened = self._listened(values)
-        source, tensor = listened[0]
-        sources = [heard for heard, _ in listened]
-        if func is torch.autograd.grad:
-            self._follow_gradients(result, args[1] if len(args) > 1 else kwargs["inputs"])
-            return result
-        if name == "grad":
-            if self._gradients and type(result) is Tensor:
-                self._follow(result, Heard(source.parameter, True))
-            return result
-        if name == "all_reduce":
-            self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
-        on_list = name.startswith("foreach") and not self._in_optimizer
-        made, wrong = result_of(source.parameter, func, name, args, kwargs, result)
-        axes = made[0][1] if len(made) == 1 else None
-        # of a name that is in no table, too
-        kind = kind or wrong
-        if kind is not None:
-            is_number = not isinstance(result, Tensor) or result.numel() == 1
-            heard = replace(source, kind=kind, name=name, joined=source.joined or on_list)
-            is_whole = kind == "reduction" and axes is not None
-            self._hear(replace(heard, is_number=is_number, along_whole_dims=is_whole))
-        else:
-            first = values[0][0] if isinstance(values[0], (list, tuple)) else values[0]
-            is_first = first is tensor and source.of_gradient
-            self._hear_change(func, sources, values, is_first, kwargs)
-        if self._numbers and (self._in_optimizer or not source.of_gradient):
-            followed = self._follow_number(sources, name, kind, result)
-            if followed is not None:
-                return followed
-        joins = name in ("cat", "stack", "hstack", "vstack", "concat")
-        source = replace(source, joined=source.joined or (joins and self._are_of_several(sources)))
-        if kind is None and type(result) is Tensor and (joins or result.numel() == tensor.numel()):
-            is_new_buffer = self._buffers and name in NEW_BUFFERS and not self._in_optimizer
-            self._follow(result, source, for_good=is_new_buffer, axes=axes)
-        elif kind is None:
-            # other columns, or fewer, of the same rows
-            for piece, its_axes in made:
-                if type(piece) is Tensor:
-                    self._follow(piece, source, axes=its_axes)
+            name = function_name(func)
+            # None: elementwise, a view, a fact
+            kind = KIND_OF_FUNCTION.get(name)
+            # vector_to_parameters cuts by sizes what parameters_to_vector joined: right
+            if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith(
+                "torch.nn.utils."
+            ):
+                return result
+            values = (*args, *kwargs.values())
+            listened = self._listened(values)
+            source, tensor = listened[0]
+            sources = [heard for heard, _ in listened]
+            if func is torch.autograd.grad:
+                self._follow_gradients(result, args[1] if len(args) > 1 else kwargs["inputs"])
+                return result
+            if name == "grad":
+                if self._gradients and type(result) is Tensor:
+                    self._follow(result, Heard(source.parameter, True))
+                return result
+            if name == "all_reduce":
+                self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
+            on_list = name.startswith("foreach") and not self._in_optimizer
+            made, wrong = result_of(source.parameter, func, name, args, kwargs, result)
+            # of a name that is in no table, too
+            kind = kind or wrong
+            if kind is not None:
+                is_number = not isinstance(result, Tensor) or result.numel() == 1
+                heard = replace(source, kind=kind, name=name, joined=source.joined or on_list)
+                is_whole = kind == "reduction" and len(made) == 1 and made[0][1] is not None
+                self._hear(replace(heard, is_number=is_number, along_whole_dims=is_whole))
+            else:
+                first = values[0][0] if isinstance(values[0], (list, tuple)) else values[0]
+                is_first = first is tensor and source.of_gradient
+                self._hear_change(func, sources, values, is_first, kwargs)
+            if self._numbers and (self._in_optimizer or not source.of_gradient):
+                followed = self._follow_number(sources, name, kind, result)
+                if followed is not None:
+                    return followed
+            joins = name in ("cat", "stack", "hstack", "vstack", "concat")
+            source = replace(
+                source, joined=source.joined or (joins and self._are_of_several(sources))
+            )
+            if kind is None:
+                is_all = joins or (type(result) is Tensor and result.numel() == tensor.numel())
+                self._follow_made(source, name, result, made, is_whole=is_all)
         return result
+
+    def _follow_made(
+        self, source: Heard, name: str, result: Any, made: Followed, *, is_whole: bool
+    ) -> None:
+        """is_whole: of all elements; made: what is known of the result's axes."""
+        if type(result) is Tensor and is_whole:
+            is_new_buffer = self._buffers and name in NEW_BUFFERS and not self._in_optimizer
+            axes = made[0][1] if len(made) == 1 else None
+            self._follow(result, source, for_good=is_new_buffer, axes=axes)
+            return
+        # other columns, or fewer, of the same rows
+        for piece, its_axes in made:
+            if type(piece) is Tensor:
+                self._follow(piece, source, axes=its_axes)
 
     def pickled(self, tensor: Tensor) -> None:
         """A file, or a message, gets this rank's part."""
