@@ -13,6 +13,7 @@ from core.optimizer.config import OptimizerConfig
 from core.optimizer.state.flat_shard import default_decays
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import layout_of
+from core.parallel_state.modules import without_wrappers
 
 # options of torch's optimizers that change the update, and that not all of ours have
 _TORCH_OPTIONS = ("nesterov", "amsgrad", "maximize", "dampening", "differentiable")
@@ -199,10 +200,14 @@ class Groups:
     def take_rates(self, rates: Mapping[str, Mapping[str, float]]) -> None:
         """Rates that a scheduler of torch's had set for parameters of torch's optimizer; our own schedule wins.
 
+        Under "" are those of every parameter.
         Raises ValueError: several of one group.
         """
         if self._follows_schedule:
             return
+        if "" in rates:
+            rates = dict.fromkeys(self.number_of, rates[""])
+        rates = {without_wrappers(name): rate for name, rate in rates.items()}
         for number, group in enumerate(self.all):
             names = [name for name, of in self.number_of.items() if of == number and name in rates]
             if any(rates[name] != rates[names[0]] for name in names):

@@ -1,5 +1,6 @@
 """One module, or the several stages of a pipeline that live on this rank, taken alike."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,6 +14,8 @@ from core.parallel_state.spread import keep_layouts
 Modules = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
 T = TypeVar("T", bound=Tensor)
 _NamedTensors = Callable[[nn.Module, str], Iterator[tuple[str, T]]]
+# what torch.compile(module) and torch's checkpoint_wrapper put into the names below them
+_WRAPPERS = re.compile(r"(?<![^./])(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,16 @@ def modules_of(modules: Modules) -> dict[int, nn.Module]:
     return dict(enumerate(modules))
 
 
+def without_wrappers(name: str) -> str:
+    """`layers.0._orig_mod.weight` -> `layers.0.weight`, as the layer has it that is not compiled; of keys too."""
+    return _WRAPPERS.sub("", name)
+
+
 def named_parameters(modules: Modules) -> Iterator[tuple[str, Parameter]]:
     """Every parameter once, by its global name, each with the layout that its module knows (`keep_layouts`).
 
+    Names are those of the module that is not wrapped (`without_wrappers`), whenever torch.compile or a
+    checkpoint_wrapper came around its layers.
     Stages of our models say that their names are global (`stacks`): layer 7 is `layers.7` on every stage. Names of
     other stages in a mapping start with `stages.N.`, so that a checkpoint can tell them apart on all ranks; those in
     a list do where two different parameters have the same name.
@@ -74,7 +84,14 @@ def named_buffers(modules: Modules) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in buffers if id(buffer) not in non_persistent)
 
 
-def _named(modules: Modules, named: _NamedTensors[T]) -> Iterator[tuple[str, T]]:
+def _named(modules: Modules, with_wrappers: _NamedTensors[T]) -> Iterator[tuple[str, T]]:
+    def named(module: nn.Module, prefix: str) -> Iterator[tuple[str, T]]:
+        pairs = list(with_wrappers(module, prefix))
+        taken = {name for name, _ in pairs}
+        for name, tensor in pairs:
+            plain = without_wrappers(name)
+            yield (name if plain in taken else plain), tensor
+
     stages = modules_of(modules)
     if isinstance(modules, Mapping):
         prefixed = any(not named_stacks(module) for module in stages.values())
@@ -103,5 +120,6 @@ def named_stacks(modules: Modules) -> dict[str, Stack]:
     for module in modules_of(modules).values():
         for prefix, submodule in module.named_modules():
             for name, layers in getattr(submodule, "stacks", {}).items():
-                stacks[f"{prefix}.{name}" if prefix else name] = Stack.of(layers)
+                full_name = f"{prefix}.{name}" if prefix else name
+                stacks[without_wrappers(full_name)] = Stack.of(layers)
     return stacks

@@ -12,7 +12,9 @@ from core.dist_checkpointing.format.keys import key_of
 from core.dist_checkpointing.reading.read import read, torch_dtype
 from core.dist_checkpointing.reading.stored import StoredCheckpoint
 from core.dist_checkpointing.reading.values import decoded
+from core.dist_checkpointing.state.names import KeyMapping
 from core.dist_checkpointing.state.optimizers import GROUPS
+from core.dist_checkpointing.state.other_names import as_saved_here
 from core.parallel_state.flat import whole
 
 # the moments of Adam, by the names that both kinds of optimizers give them
@@ -31,51 +33,107 @@ class TorchCounts(NamedTuple):
     sources: dict[str, list[str]]
 
 
-def counts_of_torch(keys: Iterable[str], stored: StoredCheckpoint) -> TorchCounts:
+def counts_of_torch(
+    keys: Iterable[str], stored: StoredCheckpoint, key_mapping: KeyMapping
+) -> TorchCounts:
     """Counts for an optimizer of ours whose states in the checkpoint are those of torch's AdamW. Reads its steps.
 
-    keys: of the values that are loaded. Raises ValueError: layers of one stack with different counts.
+    keys: of the values that are loaded. Raises ValueError: layers of one stack with different counts; with a mapping,
+    which says nothing of counts, parameters with different ones, or with different rates.
     """
     found = TorchCounts({}, {})
     for key in keys:
         path, _, name = key.rpartition("/")
-        if name != COUNT or not path or key in stored.objects:
+        there, _, saved_name = key_mapping.value_key(key).rpartition("/")
+        if name != COUNT or saved_name != COUNT or not path or f"{there}/{COUNT}" in stored.objects:
             continue
-        groups = [other for other in stored.objects if other.startswith(f"{path}/{GROUPS}/")]
-        steps = _steps_of_torch(f"{path}/step/", stored)
-        if not groups or not steps:
+        groups = _options_of_torch(f"{there}/", stored)
+        steps = _steps_of_torch(f"{there}/", stored)
+        if not groups.values or not steps.values:
             continue
-        most = max(steps.values())
-        behind = {name: most - count for name, count in steps.items() if count < most}
-        found.values[key] = {"steps": most, "behind": behind, "rates": _rates(groups, path, stored)}
+        most = max(steps.values.values())
+        behind = {name: most - count for name, count in steps.values.items() if count < most}
+        rates = _rates(groups.values)
+        if not key_mapping.same:
+            rates = _of_all(groups.values, rates, behind, there, stored)
+        found.values[key] = {"steps": most, "behind": behind, "rates": rates}
         found.values[f"{path}/{SKIPPED}"] = 0
-        arrays = [other for other in stored.metadata if key_of(other).startswith(f"{path}/step/")]
-        values = [other for other in stored.objects if other.startswith(f"{path}/step/")]
-        found.sources[key] = [*groups, *arrays, *values]
+        found.sources[key] = [*groups.keys, *steps.keys]
         found.sources[f"{path}/{SKIPPED}"] = []
     return found
 
 
-def _rates(groups: Iterable[str], path: str, stored: StoredCheckpoint) -> dict[str, Any]:
-    """Name of a parameter -> its rates, where a scheduler of torch's had set them; others a program states anew."""
-    rates = {}
-    for key in groups:
-        options = decoded(stored, key)
-        if "initial_lr" in options:
-            name = key.removeprefix(f"{path}/{GROUPS}/")
-            rates[name] = {rate: options[rate] for rate in RATES}
-    return rates
+class _ByName(NamedTuple):
+    """Name of a parameter, or of a stack of them -> what is saved of it; keys: that it was read from."""
+
+    values: dict[str, Any]
+    keys: list[str]
 
 
-def _steps_of_torch(prefix: str, stored: StoredCheckpoint) -> dict[str, int]:
-    """Name of a parameter, or of a stack of them -> its count of updates."""
-    counts = {}
+def _options_of_torch(prefix: str, stored: StoredCheckpoint) -> _ByName:
+    """Options of each parameter's group: as saved here, or, of DCP, a list of groups, or a value for each option."""
+    found = _ByName({}, [])
     for key in stored.objects:
-        if key.startswith(prefix):
-            counts[key.removeprefix(prefix)] = int(decoded(stored, key))
+        if not key.startswith(f"{prefix}{GROUPS}"):
+            continue
+        name = key.removeprefix(f"{prefix}{GROUPS}")
+        if name.startswith("/"):
+            found.values[name[1:]] = decoded(stored, key)
+        elif name.startswith("."):
+            parameter, _, option = name[1:].rpartition(".")
+            found.values.setdefault(parameter, {})[option] = decoded(stored, key)
+        elif not name and isinstance(groups := decoded(stored, key), list):
+            for group in groups:
+                found.values.update(dict.fromkeys(group.get("params", ()), group))
+        else:
+            continue
+        found.keys.append(key)
+    return found
+
+
+def _rates(options_of: Mapping[str, Any]) -> dict[str, Any]:
+    """Name of a parameter -> its rates, where a scheduler of torch's had set them; others a program states anew."""
+    return {
+        name: {rate: options[rate] for rate in RATES}
+        for name, options in options_of.items()
+        if "initial_lr" in options
+    }
+
+
+def _of_all(
+    options_of: Mapping[str, Any],
+    rates: Mapping[str, Any],
+    behind: Mapping[str, int],
+    path: str,
+    stored: StoredCheckpoint,
+) -> dict[str, Any]:
+    """Rates under the name "", which stands for all: a mapping renames parameters, so they must be the same for each.
+
+    Raises ValueError: they are not, or some parameters have made fewer updates.
+    """
+    all_rates = list(rates.values())
+    of_some = len(rates) not in (0, len(options_of))
+    if behind or of_some or any(other != all_rates[0] for other in all_rates):
+        what = "counts of updates" if behind else "learning rates"
+        raise ValueError(
+            f"{stored.directory.url}: parameters of {path!r}, which torch's AdamW saved, have different {what}, and "
+            "a mapping says what arrays are read from alone. Load without one, into the module that was saved and "
+            "ShardedAdamW; save that; then load with the mapping"
+        )
+    return {"": all_rates[0]} if all_rates else {}
+
+
+def _steps_of_torch(prefix: str, stored: StoredCheckpoint) -> _ByName:
+    """Counts of updates. Reads the arrays."""
+    steps = f"{prefix}step/"
+    found = _ByName({}, [])
+    for key in stored.objects:
+        if (name := as_saved_here(key)).startswith(steps):
+            found.values[name.removeprefix(steps)] = int(decoded(stored, key))
+            found.keys.append(key)
     arrays = {}
     for key in stored.metadata:
-        if key_of(key).startswith(prefix):
+        if as_saved_here(key_of(key)).startswith(steps):
             shape = stored.shape(key)
             arrays[key] = (whole(shape), torch.zeros(shape, dtype=torch_dtype(stored.dtype(key))))
     read(stored, {key: [target] for key, target in arrays.items()})
@@ -86,8 +144,9 @@ def _steps_of_torch(prefix: str, stored: StoredCheckpoint) -> dict[str, int]:
                 f"{stored.directory.url}: {key}: layers of this stack have made {different} updates of torch's "
                 "AdamW, which an optimizer of core.optimizer cannot take over; go on with torch's"
             )
-        counts[key_of(key).removeprefix(prefix)] = different[0]
-    return counts
+        found.values[as_saved_here(key_of(key)).removeprefix(steps)] = different[0]
+        found.keys.append(key)
+    return found
 
 
 class OurCounts(NamedTuple):

@@ -191,6 +191,8 @@ class _OpenedLoad:
         cls, state_dict: Any, stored: StoredCheckpoint, key_mapping: KeyMapping
     ) -> "_OpenedLoad":
         """Raises ValueError: a state that cannot be loaded, a mapping that gives what is no key."""
+        arrays = map(key_of, [*stored.metadata, *stored.derived])
+        key_mapping.look_among([*arrays, *stored.objects])
         state = map_leaves(state_dict, lambda path, leaf: _writable(leaf))
         optimizers = OptimizerLoads(state, stored, key_mapping)
         local = flatten(optimizers.state)
@@ -202,7 +204,7 @@ class _OpenedLoad:
             if stored_key in stored.objects:
                 values[key] = decoded(stored, stored_key)
         optimizers.check(values)
-        counts = counts_of_torch(local.objects if key_mapping.same else (), stored)
+        counts = counts_of_torch(local.objects, stored, key_mapping)
         return cls(stored, optimizers, local, values | counts.values, counts)
 
 

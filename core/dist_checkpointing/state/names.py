@@ -1,10 +1,11 @@
 """What is read for each key of a state: what has that key, or what the `mapping` of a load says."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from core.dist_checkpointing.format.keys import key_of
+from core.dist_checkpointing.state.other_names import OtherNames
 
 
 @dataclass(frozen=True)
@@ -56,12 +57,18 @@ class KeyMapping:
     def __init__(self, mapping: Renames | None = None, *, cast: bool = False) -> None:
         self._mapping = mapping
         self._cast = cast
+        self._other_names = OtherNames()
         # what a user's function gave, which is called once per key
         self._sources: dict[str, TensorSource] = {}
 
+    def look_among(self, keys: Iterable[str]) -> None:
+        """keys: all of the checkpoint, under which is looked for what is saved under another name."""
+        self._other_names = OtherNames(keys)
+        self._sources.clear()
+
     @property
     def same(self) -> bool:
-        """Whether all keys are those of the checkpoint."""
+        """Whether no mapping was given."""
         return self._mapping is None
 
     def source(self, key: str) -> TensorSource:
@@ -85,9 +92,9 @@ class KeyMapping:
             return replace(
                 mapped, sources=[self._with_sources(source) for source in mapped.sources]
             )
-        if isinstance(mapped, Source):
-            return mapped
-        return Source(mapped, self._cast)
+        if isinstance(mapped, str):
+            mapped = Source(mapped, self._cast)
+        return replace(mapped, key=self._other_names.find(mapped.key))
 
     def source_of_array(self, path: str) -> TensorSource:
         """As `source`, by the path of an array of the state."""

@@ -13,6 +13,7 @@ from core.data_parallel import DataParallel
 from core.data_parallel.agreement import BITS
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import layout_of
+from core.parallel_state.modules import without_wrappers
 from core.parallel_state.state import ParallelState
 
 
@@ -110,5 +111,6 @@ class Reached:
 
     def load(self, behind: Mapping[str, int]) -> None:
         """Take `behind` of a checkpoint, which may hold other stages' parameters too."""
-        self.behind = {name: int(count) for name, count in behind.items() if name in self._bit_of}
+        counts = {without_wrappers(name): int(count) for name, count in behind.items()}
+        self.behind = {name: count for name, count in counts.items() if name in self._bit_of}
         self.left_out = frozenset()

@@ -9,6 +9,7 @@ from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.state.catalog import flatten
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives import all_gather_objects
+from core.parallel_state.modules import without_wrappers
 
 _GROUP = "model/"
 Shapes = Mapping[str, tuple[int, ...] | None]
@@ -19,7 +20,7 @@ def refuse_other_model(state: Mapping[str, Any], url: str, ps: ParallelState) ->
     arrays = flatten({"model": state}).arrays()
     here: dict[str, tuple[int, ...] | None] = {}
     for shapes in all_gather_objects(
-        {key_of(k): tuple(i.shape) for k, i in arrays.items()}, ps.world
+        {without_wrappers(key_of(k)): tuple(i.shape) for k, i in arrays.items()}, ps.world
     ):
         here |= shapes
     there = dict(from_first(lambda: [(k, s and list(s)) for k, s in _stored(url).items()], ps))
@@ -50,7 +51,7 @@ def _stored(url: str) -> Shapes:
         return {}
     shapes: dict[str, tuple[int, ...] | None] = dict.fromkeys(map(key_of, stored.derived))
     shapes |= {key_of(key): stored.shape(key) for key in stored.metadata}
-    return {key: shape for key, shape in shapes.items() if key.startswith(_GROUP)}
+    return {without_wrappers(key): shape for key, shape in shapes.items() if key.startswith(_GROUP)}
 
 
 def _few(keys: list[str]) -> str:
