@@ -1,4 +1,4 @@
-"""A checkpoint opens with and without the wrappers of torch.compile and checkpoint_wrapper, and old ones with them."""
+"""Checkpoints open with and without the wrappers of torch.compile and checkpoint_wrapper, and old ones with them."""
 
 import pytest
 import torch
