@@ -26,11 +26,12 @@ def tried(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> list |
     n, inner = widths.pop() if len(widths) == 1 else (0, 0)
     if n < 2:
         return None
-    devices = {x.device for x in followed if x.device.type != "cpu"}
+    devices = [x.device for x in followed if x.device.type != "cpu"][:1]
+    kept = {"device_type": devices[0].type} if devices else {}
     for cuts_others in (False, True):
         halves = []
         # the program's next draw stays what it was
-        with torch.random.fork_rng([d.index or 0 for d in devices], enabled=True):
+        with torch.random.fork_rng([d.index or 0 for d in devices], **kept):
             for part in (slice(0, n // 2 * inner), slice(n // 2 * inner, n * inner)):
                 cut = partial(_cut, part, followed, n * inner if cuts_others else 0)
                 half_args, half_kwargs = pytree.tree_map(cut, (args, kwargs))
