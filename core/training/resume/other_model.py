@@ -12,6 +12,11 @@ from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.modules import without_wrappers
 
 _GROUP = "model/"
+_OF_ONE_PIPELINE = (
+    ". Names that begin with stages. are of one pipeline: go on under the parallel.pipeline and pipeline.schedule that "
+    'saved them; or write self.stacks = {"layers": NUM_LAYERS} in each stage, whose layers have their numbers in the '
+    "whole model: what is saved from then on opens under any pipeline (docs/concepts/configuration.md)"
+)
 Shapes = Mapping[str, tuple[int, ...] | None]
 
 
@@ -40,7 +45,12 @@ def refuse_other_model(state: Mapping[str, Any], url: str, ps: ParallelState) ->
         raise ValueError(
             f"{url} is of a model with other weights: {'; '.join(words)}. Build the model that was saved "
             "(model.build, and the settings that it reads), or begin another run: checkpoint.directory=ANOTHER"
+            f"{_OF_ONE_PIPELINE if any(map(_of_a_stage, here.keys() ^ there.keys())) else ''}"
         )
+
+
+def _of_a_stage(key: str) -> bool:
+    return key.removeprefix(_GROUP).startswith("stages.")
 
 
 def _stored(url: str) -> Shapes:

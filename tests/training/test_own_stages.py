@@ -1,0 +1,56 @@
+"""The stages of one's own that the page on configuration shows go on under any pipeline; others are told what to write."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.training.test_model_facts import fields_of, trained
+from tests.training.tiny import prepared
+
+PAGE = Path(__file__).parents[2] / "docs" / "concepts" / "configuration.md"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return prepared(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """The directory of the page's module, and of one that says nothing of names."""
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "self.stacks" in b)
+    (tmp_path / "mine.py").write_text(block)
+    (tmp_path / "nameless.py").write_text(re.sub(r"\n *self\.stacks = .*", "", block))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    sys.modules.pop("mine", None)
+    sys.modules.pop("nameless", None)
+
+
+def run_of(made, tmp_path, build, steps, **more):
+    kept = {"model__build": build, "model__num_layers": 4, "checkpoint__directory": str(tmp_path / build)}
+    return fields_of(made, **kept, **more) | {"training.train_steps": steps, "optimizer.lr_decay_steps": 6}
+
+
+def test_stages_of_ones_own_go_on_under_another_pipeline(ranks, made, program, tmp_path):
+    alone = trained(
+        run_of(made, tmp_path, "mine:build", 6) | {"checkpoint.directory": str(tmp_path / "alone")}, program
+    )
+    found = trained(run_of(made, tmp_path, "mine:build", 2), program)
+    for steps, schedule in ((4, "1f1b"), (6, "zb-v")):
+        pipeline = {"parallel__pipeline": 2, "pipeline__schedule": schedule}
+        losses, *_ = ranks(trained, run_of(made, tmp_path, "mine:build", steps, **pipeline), program, world=2)
+        found += losses
+    assert found == pytest.approx(alone, abs=2e-5)
+
+
+def test_names_of_one_pipeline_are_told(ranks, made, program, tmp_path):
+    two = run_of(made, tmp_path, "nameless:build", 2, parallel__pipeline=2)
+    ranks(trained, two, program, world=2)
+    told = (
+        r"only there are stages.*Names that begin with stages\. are of one pipeline: .*self\.stacks = \{\"layers\": "
+    )
+    with pytest.raises(ValueError, match=told):
+        trained(run_of(made, tmp_path, "nameless:build", 3), program)
