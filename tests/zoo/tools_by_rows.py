@@ -33,6 +33,11 @@ def of_all_words(table):
     return F.one_hot(torch.tensor([3, 17]), layout_of(table).padded_shape()[0]).double() @ table
 
 
+def singular_values(table):
+    torch.manual_seed(0)
+    return torch.svd_lowrank(table, q=4)[1]
+
+
 def halved(model):
     """Some columns of each row: elementwise."""
     with torch.no_grad():
@@ -54,6 +59,8 @@ CASES = [
         lambda w: w.take_along_dim(torch.tensor([[3], [5]]), 0),
         "take_along_dim by hand sees",
     ),
+    told("`torch.svd_lowrank(weight)`", singular_values, "svd_lowrank by hand sees"),
+    told("`F.max_pool1d(weight.T, 3)`", lambda w: F.max_pool1d(w.T, 3), "max_pool1d by hand sees"),
     told("`weight.diff(dim=0)`", lambda w: w.diff(dim=0), "diff by hand sees"),
     told("`F.pdist(weight)`", F.pdist, "pdist by hand sees"),
     told("`F.avg_pool1d(weight.T, 3)`", lambda w: F.avg_pool1d(w.T, 3), "avg_pool1d by hand sees"),

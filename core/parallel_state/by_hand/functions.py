@@ -52,7 +52,8 @@ _TORCH_FRAMES |= {
     "torch.distributed.c10d_logger",
     "torch.nn.init",
 }
-_TORCH_FRAMES |= {"torch.autograd"}
+# svd_lowrank, max_pool1d
+_TORCH_FRAMES |= {"torch.autograd", "torch._lowrank", "torch._lobpcg", "torch._jit_internal"}
 _TORCH_CALLERS = ("torch.nn.modules.module", "torch.nn.modules.container")
 
 
