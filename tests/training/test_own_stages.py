@@ -1,4 +1,4 @@
-"""The stages of one's own that the page on configuration shows go on under any pipeline; others are told what to write."""
+"""Stages of one's own, as the page on configuration shows them, go on under any pipeline; others are told how."""
 
 import re
 import sys
