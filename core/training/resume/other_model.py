@@ -14,8 +14,8 @@ from core.parallel_state.modules import without_wrappers
 _GROUP = "model/"
 _OF_ONE_PIPELINE = (
     ". Names that begin with stages. are of one pipeline: go on under the parallel.pipeline and pipeline.schedule "
-    'that saved them; or write self.stacks = {"layers": NUM_LAYERS} in each stage, whose layers have their numbers in '
-    "the whole model: what is saved from then on opens under any pipeline (docs/concepts/configuration.md)"
+    'that saved them; or write self.stacks = {"layers": NUM_LAYERS} in each stage, whose layers have their '
+    "numbers in the whole model: what is saved from then on opens under any pipeline (docs/concepts/configuration.md)"
 )
 Shapes = Mapping[str, tuple[int, ...] | None]
 
