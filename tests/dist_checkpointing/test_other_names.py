@@ -170,7 +170,7 @@ def test_what_lies_there_instead_of_a_checkpoint(tmp_path, single):
         ),
         (
             "w.pt",
-            r"w\.pt is a file, and a checkpoint is a directory; what torch\.save wrote is read by torch's own load",
+            r"w\.pt is a file, and a checkpoint is a directory; what torch's own save wrote is read by its own load",
         ),
         ("none", r"none does not exist; give a step's own directory"),
         ("steps", r"steps/ is no checkpoint: it has no manifest\.json; give a step's own directory"),

@@ -145,7 +145,7 @@ def _no_checkpoint(directory: CheckpointDir) -> str:
         if not os.path.exists(place):
             return f"{place} does not exist; give a step's own directory"
         return (
-            f"{place} is a file, and a checkpoint is a directory; what torch.save wrote is read by torch's own load: "
+            f"{place} is a file, and a checkpoint is a directory; what torch's own save wrote is read by its own load: "
             "then dist_checkpointing.save({'model': model.state_dict()}, DIRECTORY) makes a checkpoint of it"
         )
     return f"{directory.url} is no checkpoint: it has no {MANIFEST}; give a step's own directory"
