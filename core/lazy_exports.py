@@ -10,11 +10,13 @@ from typing import Any
 def lazy_exports(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """`__getattr__` and `__dir__` of a package, made from the imports that it writes under `if TYPE_CHECKING:`.
 
-    Type checkers and editors read the same lines, so an exported name is written once.
+    Type checkers and editors read the same lines, so an exported name is written once. They are its `__all__`, too.
     """
     home = exported(package)
 
     def load(name: str) -> Any:
+        if name == "__all__":  # what `from package import *` asks for
+            return sorted(home)
         if name not in home:
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}; it has {', '.join(sorted(home))}"

@@ -32,6 +32,13 @@ def test_a_lazy_name_is_never_hidden_by_a_module_of_that_name(package):
         _ = room.nothing_of_that_name
 
 
+@pytest.mark.parametrize("package", LAZY)
+def test_all_of_a_lazy_package_is_what_it_exports(package):
+    names = {}
+    exec(f"from {package} import *", names)
+    assert names.keys() - {"__builtins__"} == exported(package).keys()
+
+
 def test_the_lazy_packages_are_found():
     assert {"core.parallel_state", "core.pipeline", "core.datasets"} <= set(LAZY)
 

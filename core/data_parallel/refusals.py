@@ -22,7 +22,7 @@ def refuse_owned(names: Mapping[Parameter, str]) -> None:
 
 
 def refuse_spread(names: Mapping[Parameter, str]) -> None:
-    """Raise ValueError: parameters that torch spreads already (DTensor, told by its attributes)."""
+    """Raise ValueError: parameters that torch spreads, before DataParallel or after it (DTensors)."""
     spread = [name for parameter, name in names.items() if hasattr(parameter, "placements")]
     if spread:
         raise ValueError(
@@ -36,7 +36,9 @@ def refuse_unknown(unknown: Collection[int], module: Modules) -> None:
     """Raise ValueError: trainable parameters (their ids) that were not there, or not trainable, at the start."""
     if not unknown:
         return
-    names = [name for name, parameter in named_parameters(module) if id(parameter) in unknown]
+    new = {p: name for name, p in named_parameters(module) if id(p) in unknown}
+    refuse_spread(new)
+    names = list(new.values())
     raise ValueError(
         f"DataParallel: {len(unknown)} trainable parameters ({', '.join(names[:3]) or 'of another module'}) "
         "are summed by nobody: replaced (load_state_dict(assign=True)?) or unfrozen later; remove() this "

@@ -66,7 +66,7 @@ def test_torchs_fully_shard_beside_it_is_refused(ranks, first):
         if first:
             assert "0.weight and 3 more of 4 parameters are DTensors, which torch's fully_shard" in said[1] == said[3]
         else:
-            assert "4 trainable parameters" in said[1] and "are summed by nobody: replaced" in said[1]
+            assert "0.weight and 3 more of 4 parameters are DTensors, which torch's fully_shard" in said[1]
             # freed weights are what FSDP2 cannot take over: its own words, before anything moved
             assert "FSDP does not support non-contiguous parameters" in said[3]
 

@@ -115,7 +115,7 @@ def load_impossible(root):
             load(made, f"{root}/x", ps=ps)
         if not ps.rank:
             small.assert_untouched(made, before)
-    with pytest.raises(FileNotFoundError, match="is no checkpoint: it has no"):
+    with pytest.raises(FileNotFoundError, match="y does not exist; give a step's own"):
         load(small.state(5, ps.rank, 2), f"{root}/y", ps=ps)
 
 

@@ -53,6 +53,8 @@ def test_what_a_mapping_cannot_say(saved, single):
     ):
         with pytest.raises(ValueError, match=told):
             load(target, saved, ps=single, mapping=mapping)
+    with pytest.raises(ValueError, match=r"Source of 'model/h' with shape=2: give a tuple of its dims"):
+        Source("model/h", shape=2)
     assert not target["model"]["w"].any()
     _, report = load(target, saved, ps=single, strict="report", mapping={"model/w": "model/old.w"})
     assert report.unexpected == ("model/%C3%A9tape%20w", "model/h") and target["model"]["w"][1, 2] == 5

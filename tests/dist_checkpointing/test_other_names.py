@@ -1,7 +1,8 @@
-"""Checkpoints open with and without the wrappers of torch.compile and checkpoint_wrapper, and old ones with them."""
+"""A checkpoint opens with and without the wrappers of torch.compile and checkpoint_wrapper, and old ones do."""
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
@@ -155,3 +156,24 @@ def test_which_key_is_found():
     assert as_saved_here("optimizer/state/a.w/exp_avg") == "optimizer/exp_avg/a.w"
     assert as_saved_here("optimizer/state.a.w.exp_avg_sq") == "optimizer/exp_avg_sq/a.w"
     assert as_saved_here("model/estate/a/step") == "model/estate/a/step"
+
+
+def test_what_lies_there_instead_of_a_checkpoint(tmp_path, single):
+    state = {"w": torch.ones(2)}
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    torch.save(state, tmp_path / "w.pt")
+    save(state, tmp_path / "steps" / "x", ps=single)
+    for name, told in (
+        (
+            "dcp",
+            r"torch\.distributed\.checkpoint wrote it; python -m core\.dist_checkpointing import \S+/dcp NEW_DIR",
+        ),
+        (
+            "w.pt",
+            r"w\.pt is a file, and checkpoints are directories; what torch's own save wrote its own load reads",
+        ),
+        ("none", r"none does not exist; give a step's own directory"),
+        ("steps", r"steps/ is no checkpoint: it has no manifest\.json; give a step's own directory"),
+    ):
+        with pytest.raises(FileNotFoundError, match=told):
+            load({"w": torch.zeros(2)}, tmp_path / name, ps=single)

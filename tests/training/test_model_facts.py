@@ -252,6 +252,9 @@ class NanoGPT(Bigram):
 def nano(run, vocab_size, parallel):
     return NanoGPT(vocab_size, 8)
 
+def noargs():
+    return Bigram(8, 8)
+
 def nothing(run, vocab_size, parallel):
     return "nothing"
 
@@ -348,7 +351,7 @@ def test_a_schedule_of_ones_own_in_a_run(ranks, made, own):
 WRONG_FUNCTIONS = {
     "model.build": (
         "own_parts:trigram",
-        "own_parts has no function trigram; it has Bigram, bigram, unbiased, NanoGPT, nano, nothing",
+        "own_parts has no function trigram; it has Bigram, bigram, unbiased, NanoGPT, nano, noargs, nothing",
     ),
     "pipeline.schedule": ("own_parts:bigram", "schedule=own_parts:bigram over pipeline=2 ranks: "),
     "model.build ": ("nowhere_at_all:f", "module nowhere_at_all cannot be imported from"),
@@ -369,6 +372,9 @@ def test_functions_that_are_none_are_refused_before_any_process_group(made, own,
 def test_what_a_function_returns_is_looked_at(made, own):
     with pytest.raises(ValueError, match=r"model\.build=own_parts:nothing returned a str; return an nn\.Module"):
         trained(fields_of(made, model__build="own_parts:nothing"), own)
+    told = r"model\.build=own_parts:noargs is called with 3 arguments, \(run, vocab_size, parallel\), and takes \(\)"
+    with pytest.raises(ValueError, match=told):
+        trained(fields_of(made, model__build="own_parts:noargs"), own)
     with pytest.raises(
         ValueError, match=r"forward takes 2 names \(idx, targets\), none of .* Return a module around it"
     ):

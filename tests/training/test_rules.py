@@ -262,6 +262,18 @@ def test_the_rules_ask_no_process_group(monkeypatch):
 def test_a_schedule_that_nobody_knows():
     with pytest.raises(ValueError, match="there is no schedule 'zbv': did you mean 'zb-v'"):
         PipelineConfig(schedule="zbv")
+    # as torch, and torchtitan's settings, call them
+    for name, ours in (
+        ("ZBVZeroBubble", "zb-v"),
+        ("ScheduleZBVZeroBubble", "zb-v"),
+        ("InterleavedZeroBubble", "interleaved-zb"),
+        ("ScheduleInterleaved1F1B", "interleaved-1f1b"),
+        ("ScheduleGPipe", "gpipe"),
+        ("LoopedBFS", "looped-bfs"),
+        ("ScheduleDualPipeV", "dualpipe-v"),
+    ):
+        with pytest.raises(ValueError, match=f"did you mean '{ours}'"):
+            PipelineConfig(schedule=name)
     with pytest.raises(ValueError, match="zb-v has 2 chunks per rank, got chunks 3"):
         PipelineConfig(schedule="zb-v", chunks=3)
 

@@ -1,5 +1,6 @@
 """A committed checkpoint, opened: what is in it, and whether each file is the one that was saved. No torch."""
 
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -17,7 +18,13 @@ from core.dist_checkpointing.format.json_files import parse_json
 from core.dist_checkpointing.format.zarr_metadata import Json, info_of
 from core.dist_checkpointing.publish.check import check_before_reading, crc_of
 from core.dist_checkpointing.publish.manifest import MANIFEST, Manifest, read_manifest
-from core.dist_checkpointing.storage.checkpoint_dir import CheckpointDir, open_checkpoint_dir
+from core.dist_checkpointing.storage.checkpoint_dir import (
+    CheckpointDir,
+    PosixCheckpointDir,
+    open_checkpoint_dir,
+)
+
+DCP_METADATA = ".metadata"  # of torch.distributed.checkpoint
 
 
 @dataclass(frozen=True)
@@ -44,9 +51,7 @@ class StoredCheckpoint:
         """
         directory = open_checkpoint_dir(url)
         if directory.size(MANIFEST) is None:
-            raise FileNotFoundError(
-                f"{directory.url} is no checkpoint: it has no {MANIFEST}; give a step's own directory"
-            )
+            raise FileNotFoundError(_no_checkpoint(directory))
         if sizes and (problems := check_before_reading(directory)):
             raise ValueError("\n".join(problems[:10]))
         # the manifest vouches for the root's zarr.json, and that for all other metadata
@@ -126,6 +131,24 @@ class StoredCheckpoint:
             checker = CellChecker(self, pool if enabled else None)
             yield checker
             checker.finish()
+
+
+def _no_checkpoint(directory: CheckpointDir) -> str:
+    """What lies there instead."""
+    place = directory.url.removesuffix("/")
+    if directory.size(DCP_METADATA) is not None:
+        return (
+            f"{place} is no checkpoint of ours yet: {DCP_METADATA} says that torch.distributed.checkpoint wrote it; "
+            f"python -m core.dist_checkpointing import {place} NEW_DIRECTORY makes one, which load reads"
+        )
+    if isinstance(directory, PosixCheckpointDir) and not os.path.isdir(place):
+        if not os.path.exists(place):
+            return f"{place} does not exist; give a step's own directory"
+        return (
+            f"{place} is a file, and checkpoints are directories; what torch's own save wrote its own load reads: "
+            "then dist_checkpointing.save({'model': model.state_dict()}, DIRECTORY) makes a checkpoint of it"
+        )
+    return f"{directory.url} is no checkpoint: it has no {MANIFEST}; give a step's own directory"
 
 
 class CellChecker:

@@ -21,6 +21,12 @@ class Source:
     shape: tuple[int, ...] | None = None
     index: tuple[Any, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.shape is not None and not isinstance(self.shape, (tuple, list)):
+            raise ValueError(
+                f"Source of {self.key!r} with shape={self.shape!r}: give a tuple of its dims, as shape=(3, -1)"
+            )
+
     def __getitem__(self, index: Any) -> "Source":
         if self.index:
             raise ValueError(f"{self} is a part already; give one index, [a, b]")
@@ -105,7 +111,8 @@ class KeyMapping:
         source = self.source(key)
         if isinstance(source, Concat) or source.index or source.shape is not None:
             raise ValueError(
-                f"the mapping gives {source} for {key}, which is a value here: it has no parts"
+                f"the mapping gives {source} for {key}, which is a value here: it has no parts "
+                "and no shape; give its key alone"
             )
         return source.key
 

@@ -52,9 +52,14 @@ NAMED = {
 }
 
 
+# torch's names that do not look alike, in small letters and without "Schedule"
+_TORCHS = {"zbvzerobubble": "zb-v", "interleavedzerobubble": "interleaved-zb"}
+
+
 def _look_up(name: str) -> Named:
     if name not in NAMED:
-        close = get_close_matches(name, NAMED, n=1, cutoff=0.4)
+        plain = name.lower().removeprefix("schedule")
+        close = get_close_matches(_TORCHS.get(plain, plain), NAMED, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ValueError(f"there is no schedule {name!r}: {hint}known are {', '.join(NAMED)}")
     return NAMED[name]

@@ -1,5 +1,6 @@
 """The automatic schedule: measure two steps, search, give every rank the result, compare the third step with it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -264,8 +265,7 @@ def _refuse_too_little(limit: float, smallest: Sequence[float]) -> None:
     rank = max(range(len(smallest)), key=lambda r: smallest[r])
     if smallest[rank] > limit:
         raise ValueError(
-            f"no schedule meets the memory limit {limit / MIB:g} of rank {rank}: one microbatch at a time already "
-            f"takes {smallest[rank] / MIB:.6g}, messages and the inside of an action included; the smallest limit "
-            f"that works is {smallest[rank]:.0f} bytes. Raise the limit, recompute more stages, or use smaller "
-            "microbatches"
+            f"no schedule meets the memory limit of {limit:.0f} bytes of rank {rank}: one microbatch at a time "
+            f"already takes {math.ceil(smallest[rank])} bytes, messages and the inside of an action included, which "
+            "is the smallest limit that works. Raise the limit, recompute more stages, or use smaller microbatches"
         )

@@ -1,6 +1,7 @@
 """A model of the user's own in a run: `model.build` names the function that makes it."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +27,9 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
     name = str(run.model.build)
     ranks = ps.size("pp")
     with seeded(torch.device("cpu"), run.model.seed):
-        built = function_of(name)(run, run.model.vocabulary(tokens), ps)
+        build = function_of(name)
+        _refuse_other_arguments(name, build)
+        built = build(run, run.model.vocabulary(tokens), ps)
     modules = dict(built) if isinstance(built, Mapping) else {0: built}
     if strange := [module for module in modules.values() if not isinstance(module, nn.Module)]:
         raise ValueError(
@@ -46,6 +49,20 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
         if not isinstance(module, GPTModel):
             module.to(ps.device, run.model.dtype)
     return modules
+
+
+def _refuse_other_arguments(name: str, build: Callable[..., object]) -> None:
+    try:
+        signature = inspect.signature(build)
+    except (TypeError, ValueError):  # of a function that Python has no signature of
+        return
+    try:
+        signature.bind(None, None, None)
+    except TypeError as error:
+        raise ValueError(
+            f"model.build={name} is called with 3 arguments, (run, vocab_size, parallel), and takes {signature}: "
+            f"{error}. Define it so, and return an nn.Module, or {{stage: nn.Module}} of this rank"
+        ) from None
 
 
 def _refuse_other_inputs(name: str, module: nn.Module) -> None:
