@@ -35,7 +35,7 @@ from core.data_parallel.unsynced import Unsynced
 from core.data_parallel.watch import UpdateWatch
 from core.data_parallel.weights.kept import KeptMemory
 from core.data_parallel.weights.start import check_parts, new_parameters
-from core.data_parallel.weights.table import Members, Units, stages_of
+from core.data_parallel.weights.table import Members, Units, own_stage, stages_of
 from core.parallel_state.by_hand import make_plain
 from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
@@ -175,15 +175,9 @@ class DataParallel(BesideModule, GradSync):
 
     def _own_stage(self, stage: nn.Module) -> nn.Module:
         """The stage as it was given to us: an executor may have a compiled one, or a wrapped one in a wrapper."""
-        if stage in self._stages:
-            return stage
-        inside = {own for child in stage.children() for own in (child, *child.children())}
-        wrapped = [own for own in self._stages if own in inside] or self._stages
-        if len(wrapped) != 1:
-            raise ValueError(
-                f"DataParallel holds {len(self._stages)} stages, {type(stage).__name__} is none; give both the same"
-            )
-        return wrapped[0]
+        return own_stage(stage, self._stages)
+
+    # what executors call
 
     def begin_step(self, pairs_per_param: Mapping[Parameter, int], *, split: bool = False) -> None:
         """A step starts. Raises ValueError: the last step's sums have not been zeroed, or it was not finished; a
@@ -295,7 +289,8 @@ class DataParallel(BesideModule, GradSync):
             buffer.wait()
 
     def _sum_and_average(self) -> None:
-        """The program asks for values of `p.grad`: their mean, as under DDP; of an executor's step the sums."""
+        """The program asks for values of `p.grad`: sum, and average over the replicas as under DDP; of a step that
+        an executor drives they are its sums."""
         if not self.finished:
             self.finish()
         if not (self.averaged or self._gradient_sums.has_executor):

@@ -30,6 +30,7 @@ from core.parallel_state import (
     launch,
 )
 from core.parallel_state.environment import started_processes
+from core.their_folders import is_huggingface
 from core.training.generation import generate as generate
 from core.training.generation import generate_batch as generate_batch
 from core.training.log.console import errors_as_one_line
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns the exit status."""
     options = parsed(_parser(), sys.argv[1:] if arguments is None else arguments)
-    if not (Path(options.model).expanduser() / "config.json").is_file():
+    if not is_huggingface(options.model):
         options.model = newest_checkpoint(options.model) or options.model
     is_checkpoint = (Path(options.model) / MANIFEST).exists()
     if (started := started_processes()) != options.tensor:
@@ -209,7 +210,7 @@ def _check_paths(source: Path, options: argparse.Namespace, *, is_checkpoint: bo
         raise ValueError(
             f"{source} is no folder; give a Hugging Face folder, a run's output or a checkpoint that is there"
         )
-    if not is_checkpoint and not (Path(options.model).expanduser() / "config.json").is_file():
+    if not is_checkpoint and not is_huggingface(options.model):
         raise ValueError(no_model(options.model))
     if from_folder and options.tokenizer is None and not (source / "tokenizer.json").is_file():
         told = adapters_alone(source)

@@ -19,19 +19,19 @@ def test_of_the_wrapper():
     for of, words in (
         (
             {"use_megatron_fsdp": True},
-            r"use_megatron_fsdp=True is another object here: DataParallel\(model, parallel_s",
+            r"use_megatron_fsdp=True is not here; DataParallel\(model, parallel_s",
         ),
-        ({"use_custom_fsdp": True}, r"use_custom_fsdp=True is another object here: DataParallel.*zero_stage=3"),
-        ({"data_parallel_sharding_strategy": "optim"}, "strategy=optim is another object here: zero_stage=0 to 3 of"),
+        ({"use_custom_fsdp": True}, r"use_custom_fsdp=True is not here; DataParallel.*zero_stage=3"),
+        ({"data_parallel_sharding_strategy": "optim"}, "strategy=optim is not here; zero_stage=0 to 3 of"),
         (
             {"num_distributed_optimizer_instances": 2},
-            "instances=2: states are divided over all data ranks; leave it 1",
+            "instances=2 is not here; states are divided over all data ranks; leave it 1",
         ),
         (
             {"fp8_param_gather": True},
-            "fp8_param_gather=True is another object here: weights are gathered in their own",
+            "fp8_param_gather=True is not here; weights are gathered in their own",
         ),
-        ({"delay_wgrad_compute": True}, "delay_wgrad_compute=True is another object here: schedules with W actions"),
+        ({"delay_wgrad_compute": True}, "delay_wgrad_compute=True is not here; schedules with W actions"),
     ):
         with pytest.raises(ValueError, match=words):
             DistributedDataParallelConfig(**of)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_functions import Finding, outcome_of
-from core.parallel_state.by_hand.split_names import BY_ELEMENT, DRAWS, KIND_OF, kind_of
+from core.parallel_state.by_hand.split_names import BY_ELEMENT, KIND_OF, kind_of
 from core.parallel_state.by_hand.split_trials import tried
 
 # of another tensor's shape or class, or in place: not called here
@@ -54,7 +54,8 @@ def test_every_function_is_of_one_kind():
     assert kind_of("unsafe_split") == "cut" and kind_of("permute_copy") == "permutation"
     assert kind_of("special_expit") == "element" and kind_of("special_softmax") == "reduction"
     assert kind_of("_foreach_add_") == "element" and kind_of("something_new") == ""
-    assert {"poisson", "binomial", "standard_gamma", "random"} <= DRAWS
+    assert {kind_of(name) for name in ("poisson", "binomial", "_standard_gamma", "random_")} == {"draw"}
+    assert {kind_of(name) for name in ("alias_copy", "detach_copy", "expand_copy", "fill_")} == {"element"}
 
 
 @pytest.mark.parametrize(
@@ -74,14 +75,12 @@ def test_every_function_is_of_one_kind():
 )
 def test_a_function_of_which_nothing_is_known_is_tried(function, is_right):
     x = columns()
-    before = torch.random.get_rng_state()
     result = function(x)
     after = torch.random.get_rng_state()
     outcome = outcome_of(function, "something_new", (x,), {}, result)
     assert isinstance(outcome, Finding) != is_right
     # the program's next draw is what it was
     assert torch.equal(torch.random.get_rng_state(), after)
-    torch.random.set_rng_state(before)
 
 
 def test_blocks_of_a_head_stay_together():
@@ -98,3 +97,22 @@ def test_an_operand_with_an_entry_for_each_column_is_cut_alike():
     scaled = lambda x, scale: x * scale  # noqa: E731
     (found,) = tried(scaled, (x, scale), {}, scaled(x, scale))
     assert found[1] == x.axes
+
+
+def test_what_is_tried_writes_into_copies():
+    """A custom operator says nothing of what it writes into."""
+    x, counts = columns(), torch.zeros(1, dtype=torch.float64)
+
+    def counting(x, counts):
+        counts.add_(1)
+        return x.mul_(2)
+
+    result = counting(x.clone(), counts)
+    before = x.clone()
+    tried(counting, (x, counts), {}, result)
+    assert torch.equal(x, before) and counts.item() == 1
+
+
+def test_collectives_are_not_tried():
+    collective = torch.ops._c10d_functional.all_to_all_single
+    assert outcome_of(collective, "all_to_all_single", (columns(),), {}, torch.ones(3, 8)) is None

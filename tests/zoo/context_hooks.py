@@ -6,6 +6,8 @@ from tests.zoo.case import Case, Family
 from tests.zoo.context_losses import LAYOUTS, by, by_number
 
 ROW = 3
+POSITIONS = '`batch["position_ids"]`, or `ContextRows.of_state(ps).of(mask, 1)`'
+WRITTEN = "which are this context rank's.*position_ids"
 
 
 def steered(change):
@@ -51,33 +53,35 @@ def last_by_length(program):
 
 
 def by_document(program):
-    lengths = torch.tensor([program.losses().numel() // 2] * 2)
-    return torch.segment_reduce(program.losses().flatten(), "max", lengths=lengths).mean()
+    losses = program.losses().flatten()
+    lengths = torch.tensor([losses.numel() // 2] * 2)
+    return torch.segment_reduce(losses, "max", lengths=lengths).mean()
 
 
 def numbers():
     return torch.tensor([ROW])
 
 
+def written(what, change):
+    return Case(what, by(steered(change)), "told", WRITTEN, POSITIONS)
+
+
 CASES = [
-    by_number("a hook, `h.index_copy(0, rows, v)`", steered(lambda h, v: h.index_copy(0, numbers(), v[None]))),
-    by_number("a hook, `h.index_fill(0, rows, 0.0)`", steered(lambda h, v: h.index_fill(0, numbers(), 0.0))),
-    by_number("a hook, `h.narrow(0, row, 1).copy_(v)`", steered(copied)),
-    by_number("a hook, `h[row].zero_()`", steered(zeroed)),
-    by_number(
+    written("a hook, `h.index_copy(0, rows, v)`", lambda h, v: h.index_copy(0, numbers(), v[None])),
+    written("a hook, `h.index_fill(0, rows, 0.0)`", lambda h, v: h.index_fill(0, numbers(), 0.0)),
+    written("a hook, `h.narrow(0, row, 1).copy_(v)`", copied),
+    written("a hook, `h[row].zero_()`", zeroed),
+    written(
         "a hook, `torch.slice_scatter(h, v, 0, row, row + 1)`",
-        steered(lambda h, v: torch.slice_scatter(h, v[None], 0, ROW, ROW + 1)),
+        lambda h, v: torch.slice_scatter(h, v[None], 0, ROW, ROW + 1),
     ),
-    by_number(
-        "a hook, `h.masked_scatter(mask, v)`",
-        steered(lambda h, v: h.masked_scatter(one_hot(h).bool().expand_as(h), v)),
-    ),
+    written("a hook, `h.masked_scatter(mask, v)`", lambda h, v: h.masked_scatter(one_hot(h).bool().expand_as(h), v)),
     Case(
         "a hook, `h + mask * v` with a mask of one row",
         by(steered(lambda h, v: h + one_hot(h) * v)),
         "told",
         "the same on all 2 context ranks",
-        '`batch["position_ids"]`, or `ContextRows.of_state(ps).of(mask, 1)`',
+        POSITIONS,
     ),
     Case("a hook, `h + v`", by(steered(lambda h, v: h + v))),
     Case("a hook, `h.index_fill(2, columns, 0.0)`", by(steered(lambda h, v: h.index_fill(2, numbers(), 0.0)))),

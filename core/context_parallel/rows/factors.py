@@ -27,7 +27,7 @@ _TERMS = ("add", "iadd", "sub", "isub", "rsub", "where", "lerp", "addcmul")
 # here only bool tensors choose rows by their place; numbers of rows are judged where they are used
 _CHOICES = ("where", "masked_fill", "masked_select", "getitem", "setitem")
 
-_POSITIONS_REMEDY = (
+POSITIONS_REMEDY = (
     'Take the rows\' numbers from batch["position_ids"] of context_batch, or make the weights for whole sequences '
     "[b, s] and cut them: ContextRows.of_state(ps).of(weights, 1)"
 )
@@ -67,14 +67,15 @@ class RowFactors:
         name = name.rstrip("_")
         if name not in _WEIGHTS and name not in _CHOICES and name not in _TERMS:
             return
-        sizes = {x.shape[dim] for x in inputs for dim in _row_dims(x)}
+        sizes = {x.shape[dim] for x in inputs for dim in split_axes.split_dims(x.axes)}
         for factor in pytree.tree_leaves((args, kwargs)):
             if type(factor) is not Tensor or self._count == MAX_FACTORS:
                 continue
-            if name in _CHOICES and name not in _TERMS and factor.dtype is not torch.bool:
-                continue
-            if name in _TERMS and factor.dtype is not torch.bool:
+            is_mask = factor.dtype is torch.bool
+            if name in _TERMS and not is_mask:
                 dim = _aligned_dim(factor, inputs)
+            elif name in _CHOICES and not is_mask:
+                dim = None
             else:
                 dim = next((d for d, n in enumerate(factor.shape) if n > 1 and n in sizes), None)
             if dim is not None:
@@ -87,17 +88,12 @@ class RowFactors:
                 self._count += 1
 
 
-def _row_dims(x: SplitTensor) -> list[int]:
-    """The dims that are split, or hold rows among others after a view."""
-    return [dim for dim in range(len(x.axes)) if split_axes.is_split(x.axes, [dim])]
-
-
 def _aligned_dim(factor: Tensor, inputs: list[SplitTensor]) -> int | None:
     """The dim of `factor` that is broadcast along a split one."""
     for x in inputs:
-        for dim in range(-1, -1 - min(factor.dim(), len(x.axes)), -1):
-            n = factor.shape[dim]
-            if n > 1 and n == x.shape[dim] and split_axes.is_split(x.axes, [dim]):
+        for split_dim in split_axes.split_dims(x.axes):
+            dim = split_dim - x.dim()
+            if -dim <= factor.dim() and factor.shape[dim] == x.shape[dim] > 1:
                 return dim
     return None
 
@@ -126,7 +122,7 @@ def told_of_factors(numbers: Tensor) -> tuple[str, str]:
             "rows are weighted or chosen by numbers that differ from row to row and are the same on all "
             f"{len(numbers)} context ranks, which hold other rows of the sequences: made by `torch.arange(s)`, they "
             "count from each rank's first row; drawn with one seed, all draw alike",
-            _POSITIONS_REMEDY,
+            POSITIONS_REMEDY,
         )
     if bool((of_each[..., 2] == 1).all(0).any()):
         return (

@@ -1,13 +1,14 @@
 """What a program makes of one output of a model, [b, s/cp, ...] of a context rank's rows, until its backward."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from core.context_parallel.rows import draws, factors
+from core.context_parallel.rows import draws, factors, selections
 from core.context_parallel.rows.batches import (
     BatchRows,
     Divisors,
@@ -25,7 +26,6 @@ from core.context_parallel.rows.reads import (
     SUM_REMEDY,
     ReadLoss,
 )
-from core.context_parallel.rows.selections import loss_outcome, selected
 from core.context_parallel.rows.totals import (
     SCALED,
     TOTAL,
@@ -38,15 +38,13 @@ from core.context_parallel.rows.verdicts import verdicts
 from core.parallel_state.by_hand.part_sizes import PartNumber
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
+from core.parallel_state.by_hand.split_names import kind_of
 from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
 from core.parallel_state.collectives import BACKWARD_TAG, Group, all_gather
 from core.parallel_state.collectives.checks import fingerprint
 
 _LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
 _OF_A_RANK = "which are this context rank's, not all of a sequence"
-# rows that a program took by their numbers, and may write into
-BY_NUMBER = "by number"
-_MEANS = ("mean", "nanmean")
 
 
 class Owner(Protocol):
@@ -120,8 +118,8 @@ class Sums(Follower):
             # as if nobody followed the batch, or a loss
             args, kwargs = _with_rows_alone(args, kwargs)
             outcome: Finding | Followed | str | float | None = (
-                selected(name, args, result)
-                or loss_outcome(name, args, kwargs, result)
+                selections.selected(name, args, result)
+                or selections.loss_outcome(name, args, kwargs, result)
                 or outcome_of(call.func, name, args, kwargs, result)
             )
         except Exception:
@@ -190,15 +188,16 @@ class Sums(Follower):
 
     def _hear_writes(self, call: Call, inputs: list[SplitTensor]) -> list[SplitTensor]:
         """Told where rows that were taken by number are written: `x[3].zero_()`; the inputs that are no such."""
-        for x in (x for x in inputs if x.partial == BY_NUMBER):
+        for x in (x for x in inputs if x.partial == selections.BY_NUMBER):
             if call.result is x:
-                self._owner.tell(f"{call.name} writes rows by number, {_OF_A_RANK}")
+                what = f"{call.name} writes rows by number, {_OF_A_RANK}"
+                self._owner.tell(what, factors.POSITIONS_REMEDY)
             elif isinstance(call.result, Tensor) and call.result._base is not None:
-                self.mark(call.result, None, BY_NUMBER)
-        return [x for x in inputs if x.partial != BY_NUMBER]
+                self.mark(call.result, None, selections.BY_NUMBER)
+        return [x for x in inputs if x.partial != selections.BY_NUMBER]
 
     def _hear_draw(self, name: str, rows: Tensor) -> None:
-        if draws.draws(name):
+        if kind_of(name) == "draw":
             self._owner.tell(draws.message(name, rows), draws.REMEDY)
 
     def _hear_loss(self, name: str, inputs: list[SplitTensor], result: Any) -> list[SplitTensor]:
@@ -272,17 +271,18 @@ class Sums(Follower):
         """Where a gradient comes back through it: nothing is said of what is only looked at."""
         if finding.kind not in ("reduction", "cut"):
             return
-        does = "works across rows"
-        if finding.kind == "cut":
-            does = "takes rows by number"
+        does = "takes rows by number" if finding.kind == "cut" else "works across rows"
         what = f"{finding.name} of {list(finding.shape)} {does}, {_OF_A_RANK}"
+        tell = partial(self._owner.tell, what)
+        if finding.name in selections.WRITES:
+            tell = partial(tell, factors.POSITIONS_REMEDY)
         if finding.name == "setitem":
-            self._owner.tell(what)
+            tell()
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda gradient: self._owner.tell(what))
+                tensor.register_hook(lambda gradient: tell())
                 if finding.kind == "cut" and tensor._base is not None:
-                    self.mark(tensor, None, BY_NUMBER)
+                    self.mark(tensor, None, selections.BY_NUMBER)
         if finding.name in STATISTICS:
             self._mark_statistic(result, finding.name)
 
@@ -291,7 +291,7 @@ class Sums(Follower):
             numbers = rows.isnan().logical_not().sum().item()
         else:
             numbers = rows.numel()
-        if name in _MEANS and isinstance(result, Tensor):
+        if name in ("mean", "nanmean") and isinstance(result, Tensor):
             self._compare_later(result, numbers / max(result.numel(), 1))
         else:
             self._compare_later(result, 1.0, rows=rows.numel(), of=rows)

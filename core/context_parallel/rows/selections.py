@@ -11,8 +11,11 @@ from core.parallel_state.by_hand.split_functions import Finding, Followed
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 
 _BY_CLASS = ("cross_entropy", "nll_loss")  # of [n, classes, ...]
-# rows of a dim are written by their numbers
-_BY_NUMBER = ("index_copy", "index_fill")
+# what is followed of rows that a program took by their numbers, and may write into
+BY_NUMBER = "by number"
+_WRITES_OF_A_DIM = ("index_copy", "index_fill")
+# rows are written by their numbers, or by where a mask is set
+WRITES = ("setitem", "slice_scatter", "masked_scatter", *_WRITES_OF_A_DIM)
 _BY_ELEMENT = [
     "mse_loss",
     "l1_loss",
@@ -30,7 +33,7 @@ def selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
     name = name.rstrip("_")
     if not isinstance(x, SplitTensor):
         return None
-    if name in _BY_NUMBER:
+    if name in _WRITES_OF_A_DIM:
         by_number = isinstance(args[1], int) and split_axes.is_split(x.axes, [args[1]])
         return Finding("cut", name, tuple(x.shape)) if by_number else None
     if name not in ("getitem", "masked_select", "index_select"):

@@ -34,6 +34,23 @@ class Members:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
 
 
+def own_stage(stage: nn.Module, stages: Sequence[nn.Module]) -> nn.Module:
+    """Of `stages` the one that is `stage`, or lies up to two wrappers inside of it; the only one, if it is alone.
+
+    Raises ValueError: none of several.
+    """
+    if stage in stages:
+        return stage
+    inside = {own for child in stage.children() for own in (child, *child.children())}
+    wrapped = [own for own in stages if own in inside] or list(stages)
+    if len(wrapped) != 1:
+        raise ValueError(
+            f"DataParallel holds {len(stages)} stages, and {type(stage).__name__} is none of them; give it "
+            "and the executor the same modules"
+        )
+    return wrapped[0]
+
+
 def stages_of(modules: Modules, units: Units) -> dict[int, Members]:
     """stage -> its units. "layer": the elements of ModuleLists and ModuleDicts, and blocks in a Sequential.
 

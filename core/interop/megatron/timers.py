@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from core.interop.megatron.absent import absent_names
-from core.parallel_state import current_state
-from core.parallel_state.collectives import all_gather, all_reduce
+from core.parallel_state import collectives, current_state
 
 _OPTIONS = ("max", "minmax", "all")
 _MOST_LEVEL = 2
@@ -23,7 +22,7 @@ def _wait(barrier: bool) -> None:
     if ps.device.type != "cpu":
         torch.accelerator.synchronize(ps.device)
     if barrier:
-        all_reduce(torch.zeros(1, device=ps.device), ps.world)
+        collectives.barrier(ps.world)
 
 
 class Timer:
@@ -130,7 +129,7 @@ class Timers:
         _wait(barrier)
         own = [self._timers[n].elapsed(reset=reset) if n in self._timers else 0.0 for n in names]
         row = torch.tensor(own, dtype=torch.float64, device=ps.device)
-        return all_gather(row, ps.world).view(-1, len(names)).cpu()
+        return collectives.all_gather(row, ps.world).view(-1, len(names)).cpu()
 
     def _ends(
         self, names: Sequence[str], normalizer: float, *, reset: bool, barrier: bool

@@ -53,6 +53,11 @@ def is_split(axes: Axes, dims: Sequence[int] | None = None) -> bool:
     return any(split for dim in chosen for _, split in axes[dim])
 
 
+def split_dims(axes: Axes) -> list[int]:
+    """The dims that are split, or hold what is split among others after a view."""
+    return [dim for dim, atoms in enumerate(axes) if any(split for _, split in atoms)]
+
+
 def reshaped(axes: Axes, shape: Sequence[int]) -> Axes | None:
     """Of a view of `shape`; None where a dim of it ends within another's parts."""
     # all atoms, innermost first, so that `pop` gives the outermost that is left

@@ -25,6 +25,7 @@ class Finding:
     deferred: bool = False
 
 
+_COLLECTIVES = ("torch.distributed", "torch._ops._c10d", "torch._ops.c10d")
 Followed = list[tuple[Any, Axes | None]]
 Outcome = Finding | str | Followed | None
 
@@ -97,7 +98,9 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         return _scattered(name, args, kwargs, axes, result)
     if kind == "cut":
         return _cut(name, args, kwargs, axes, result, shape)
-    if kind in ("", "added", "vectors") and _has_tensors(func, result):
+    if kind in ("", "added", "vectors"):
+        if not _can_be_tried(func, result):
+            return None
         return tried(func, args, kwargs, result) or Finding("reduction", name, shape)
     if kind == "fact" or not isinstance(result, Tensor):
         return None
@@ -124,9 +127,9 @@ def _placed(
     return next((candidate for candidate in candidates if candidate is not None), None)
 
 
-def _has_tensors(func: Any, result: Any) -> bool:
-    """Whether it made some; of collectives nothing is said."""
-    if str(getattr(func, "__module__", "")).startswith("torch.distributed"):
+def _can_be_tried(func: Any, result: Any) -> bool:
+    """Whether it made tensors, and sent nothing to other ranks."""
+    if str(getattr(func, "__module__", "")).startswith(_COLLECTIVES):
         return False
     return any(isinstance(x, Tensor) for x in pytree.tree_leaves(result))
 

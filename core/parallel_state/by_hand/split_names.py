@@ -54,15 +54,14 @@ DIMS_OF: dict[str, tuple[int, int | None]] = {name: (1, None) for name in _SUMS.
 for _place, _names in _REDUCTIONS.items():
     KIND_OF |= dict.fromkeys(_names.split(), "reduction")
     DIMS_OF |= dict.fromkeys(_names.split(), _place)
-DRAWS = frozenset(_DRAWS.split())
 
 # numbers of columns, where they go, are compared over the ranks; each element of the rest is of its own place
 _BY_ELEMENT = """
-    abs absolute acos acosh add addcdiv addcmul alias_copy and angle arccos arccosh arcsin arcsinh arctan arctan2
+    abs absolute acos acosh add addcdiv addcmul alias and angle arccos arccosh arcsin arcsinh arctan arctan2
     arctanh asin asinh atan atan2 atanh bfloat16 bitwise_and bitwise_left_shift bitwise_not bitwise_or
     bitwise_right_shift bitwise_xor bool byte cdouble ceil celu cfloat chalf char clamp clamp_max clamp_min clip clone
-    complex conj conj_physical contiguous copy copysign cos cosh cpu cuda data deg2rad dequantize detach detach_copy
-    digamma div divide double elu empty_like eq erf erfc erfinv exp exp2 expand expand_as expand_copy expm1
+    complex conj conj_physical contiguous copy copysign cos cosh cpu cuda data deg2rad dequantize detach
+    digamma div divide double elu empty_like eq erf erfc erfinv exp exp2 expand expand_as expm1
     fake_quantize_per_tensor_affine fill fix float float_power floor floor_divide floordiv fmax fmin fmod frac frexp
     full_like gcd ge gelu greater greater_equal gt half hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0
     iadd iand idiv ifloordiv igamma igammac ilshift imag imod imul int invert ior ipow irshift isclose isfinite isin
@@ -73,7 +72,7 @@ _BY_ELEMENT = """
     relu relu6 remainder resolve_conj resolve_neg round rpow rshift rsqrt rsub selu sgn short sigmoid sign signbit
     silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold to
     true_divide truediv trunc type type_as where xlogy xor zero zeros_like ipu xpu mtia
-    broadcast_to broadcast_tensors grad conj_copy index_fill index_copy scatter fill_ fused_moving_avg_obs_fake_quant
+    broadcast_to broadcast_tensors grad index_fill index_copy scatter fused_moving_avg_obs_fake_quant
 """
 BY_ELEMENT = frozenset(_BY_ELEMENT.split())
 # nothing is made of values, or what is made holds on each part: `torch.allclose`, a part's own row numbers
@@ -84,9 +83,8 @@ _FACTS = """
     element_size epr eversed equal format get_device get set delete grad_dtype grad_fn hash itemsize layout len
     module_load name names nbytes ndim ndimension nelement numel output_nr post_accumulate_grad_hooks qscheme
     record_stream register_hook register_post_accumulate_grad_hook repr requires_grad resize resize_as result_type
-    promote_types
-    retain_grad retains_grad setstate shape share_memory size sparse_dim storage storage_offset storage_type stride
-    untyped_storage version volatile wait nonzero argwhere nonzero_static masked_select index
+    promote_types retain_grad retains_grad setstate shape share_memory size sparse_dim storage storage_offset
+    storage_type stride untyped_storage version volatile wait nonzero argwhere nonzero_static masked_select index
 """
 FACTS = frozenset(_FACTS.split())
 _FACT_PREFIXES = (

@@ -47,7 +47,7 @@ def tried(func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> list |
 
 def _width(axes: Axes) -> tuple[int, int]:
     """Blocks of the one split dim, and the size of each; (0, 0) where it is none of its own."""
-    split_dims = [dim for dim in range(len(axes)) if split_axes.is_split(axes, [dim])]
+    split_dims = split_axes.split_dims(axes)
     if len(split_dims) != 1 or not axes[split_dims[0]][0][1]:
         return 0, 0
     first, *rest = axes[split_dims[0]]
@@ -60,15 +60,18 @@ def _width(axes: Axes) -> tuple[int, int]:
 
 
 def _cut(part: slice, followed: list[Tensor], width: int, x: Any) -> Any:
-    """`part` of what is followed, and of another with an entry for each of `width` columns, if any."""
+    """A copy of `part` of what is followed, and of another with an entry for each of `width` columns, if any.
+
+    A copy, since a custom operator may write into what it is given.
+    """
     if not isinstance(x, Tensor):
         return x
     if any(x is f for f in followed):
-        dims = [dim for dim, atoms in enumerate(x.axes) if any(split for _, split in atoms)]  # type: ignore[attr-defined]
+        dims = split_axes.split_dims(x.axes)  # type: ignore[attr-defined]
     else:
         dims = [dim for dim, size in enumerate(x.shape) if size == width][:1]
     plain = x.detach().as_subclass(Tensor)
-    return plain[(slice(None),) * dims[0] + (part,)] if dims else plain
+    return (plain[(slice(None),) * dims[0] + (part,)] if dims else plain).clone()
 
 
 def _joined(halves: list, result: Any, n: int) -> list | None:

@@ -19,6 +19,7 @@ from core.models.huggingface.facts import adapters_alone
 from core.models.lora.base import adapters_of, load_adapted
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
+from core.their_folders import is_huggingface
 from core.training.config import LoraConfig, RunConfig
 from core.training.config.run import known_fields
 from core.training.config.toml_files import read_toml
@@ -79,7 +80,7 @@ def find_trained(target: str, source: str | None = None, *, described: bool = Fa
     """
     path = Path(target).expanduser()
     # a checkpoint may lie in a folder that has a config.json, too
-    if (path / "config.json").is_file() and not (path / MANIFEST).exists():
+    if is_huggingface(path) and not (path / MANIFEST).exists():
         return Trained(url=str(path), settings=_of_folder(path), is_checkpoint=False)
     settings: Mapping[str, Any] = {}
     if path.suffix == ".toml" or (path / "run.toml").is_file():

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from core.autograd.gradients import is_shown
 from core.data_parallel import DataParallel
 from core.data_parallel.buffers.gradient import slot_of
+from core.field_names import tells_names
+from core.interop.megatron.settings import refuse_others
 from core.parallel_state import ParallelState, current_state, layout_of
 from core.parallel_state.collectives import all_reduce, broadcast
 from core.parallel_state.optimizer_steps import before_optimizer_steps
@@ -23,12 +25,12 @@ _INSTEAD = {
     "use_custom_fsdp": "DataParallel(model, parallel_state, zero_stage=3) of core.data_parallel divides weights",
     "data_parallel_sharding_strategy": "zero_stage=0 to 3 of core.data_parallel.DataParallel is the strategy",
     "fp8_param_gather": "weights are gathered in their own dtype; TransformerConfig(fp8='hybrid') has the products",
+    "num_distributed_optimizer_instances": "states are divided over all data ranks; leave it 1",
     "delay_wgrad_compute": "schedules with W actions of core.pipeline.Pipeline delay weight gradients",
 }
-# a value that asks for nothing
-_NOTHING = {"num_distributed_optimizer_instances": 1, "data_parallel_sharding_strategy": "no_shard"}
 
 
+@tells_names()
 @dataclass
 class DistributedDataParallelConfig:
     """Megatron's fields that change numbers or memory. Overlapping and bucket sizes do neither here.
@@ -58,17 +60,7 @@ class DistributedDataParallelConfig:
     keep_fp8_transpose_cache: bool = False
 
     def __post_init__(self) -> None:
-        for name, instead in _INSTEAD.items():
-            value = getattr(self, name)
-            if value != _NOTHING.get(name, False):
-                raise ValueError(
-                    f"{name}={value} is another object here: {instead}; or leave it out"
-                )
-        if self.num_distributed_optimizer_instances != 1:
-            raise ValueError(
-                f"num_distributed_optimizer_instances={self.num_distributed_optimizer_instances}: states are divided "
-                "over all data ranks; leave it 1"
-            )
+        refuse_others(self, _INSTEAD)
 
 
 class DistributedDataParallel(nn.Module):
@@ -136,19 +128,10 @@ class DistributedDataParallel(nn.Module):
         self.shard = shard
 
     @torch.no_grad()
-    def divide_gradients(self, total: Tensor | None) -> None:
-        """After `finish_grad_sync`: sums over the tokens of all ranks, divided by `total`, at least 1 of them.
-
-        None: they stay sums.
+    def divide_gradients(self, tokens: Tensor | None) -> None:
+        """Of `shard`, after `finish_grad_sync`: sums over the tokens of all ranks, divided by `tokens`; None: they
+        stay sums, where those of `shard` are means over the replicas.
         """
-        # a batch of padding alone has 0 tokens, and gradients of 0
-        tokens = None if total is None else total.clamp(min=1)
-        if self.shard is None:
-            if tokens is not None:
-                for parameter in self.module.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad /= tokens
-            return
         factor = torch.ones((), dtype=torch.float64, device=self.parallel.device)
         if tokens is not None:
             factor = factor / tokens.reshape(())

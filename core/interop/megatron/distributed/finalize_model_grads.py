@@ -41,23 +41,20 @@ def finalize_model_grads(
             )
         if finish is not None:
             finish()
+    tokens = None
     if num_tokens is not None:
         # only the last stage knows its tokens; then the sum over the replicas
         total = torch.as_tensor(num_tokens, device=ps.device).reshape(1).clone()
         broadcast(total, ps.group("pp"), ps.size("pp") - 1)
         all_reduce(total, ps.group("dp-cp"))
-        for chunk in model:
-            _divide(chunk, total)
-    elif getattr(config, "calculate_per_token_loss", False):
-        for chunk in model:
-            if isinstance(chunk, DistributedDataParallel):
-                chunk.divide_gradients(None)
-
-
-def _divide(chunk: nn.Module, total: Tensor) -> None:
-    if isinstance(chunk, DistributedDataParallel):
-        chunk.divide_gradients(total)
+        # a batch of padding alone has 0 tokens, and gradients of 0
+        tokens = total.clamp(min=1)
+    elif not getattr(config, "calculate_per_token_loss", False):
         return
-    for parameter in chunk.parameters():
-        if parameter.grad is not None:
-            parameter.grad /= total.clamp(min=1)
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel) and chunk.shard is not None:
+            chunk.divide_gradients(tokens)
+        elif tokens is not None:
+            for parameter in chunk.parameters():
+                if parameter.grad is not None:
+                    parameter.grad /= tokens

@@ -1,13 +1,15 @@
 """The fields of Megatron's optimizer, and the key by which parameters get options of their own."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from difflib import get_close_matches
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from core.field_names import tells_names
+from core.interop.megatron.settings import refuse_others
 
 _OFFLOAD = "offload=Offload(...) of core.optimizer.build_optimizer"
 _LOW_PRECISION = "optimizer='adamw8bit' of core.optimizer.build_optimizer keeps moments in 8 bits; or leave it out"
@@ -29,21 +31,9 @@ _INSTEAD = {
 _MUON = "build_optimizer(shard, OptimizerConfig(optimizer='muon')) of core.optimizer"
 
 
-class _KnowsItsFields(type):
-    """Makes a TypeError for an unknown keyword one that names the field it is like."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-        for name in kwargs:
-            if name not in known:
-                close = get_close_matches(name, known, n=1)
-                meant = f"did you mean {close[0]}?" if close else "leave it out"
-                raise TypeError(f"{cls.__name__} has no {name} (1 of {len(kwargs)} given); {meant}")
-        return super().__call__(*args, **kwargs)
-
-
+@tells_names()
 @dataclass
-class OptimizerConfig(metaclass=_KnowsItsFields):
+class OptimizerConfig:
     """Megatron's fields and defaults. Overlapping, pinning and timing change no number, and do nothing.
 
     lr: what a scheduler's rates replace. bf16, fp16: main weights follow from the parameters' dtype anyway; fp16 has
@@ -107,13 +97,8 @@ class OptimizerConfig(metaclass=_KnowsItsFields):
 
     def check(self) -> None:
         """Raises ValueError: a value that is not here; fields may have been changed since."""
+        refuse_others(self, _INSTEAD)
         name = type(self).__name__
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in _INSTEAD and value != field.default:
-                raise ValueError(
-                    f"{name}: {field.name}={value} is not here; {_INSTEAD[field.name]}"
-                )
         if self.optimizer not in ("adam", "sgd"):
             use = _MUON if "muon" in self.optimizer else "adam (its decay is AdamW's) or sgd"
             raise ValueError(f"{name}: optimizer={self.optimizer!r} is not here; use {use}")
@@ -121,6 +106,7 @@ class OptimizerConfig(metaclass=_KnowsItsFields):
             raise ValueError(f"{name}: fp16 and bf16 are both True; leave 1 of 2")
 
 
+@tells_names()
 @dataclass
 class AdamOptimizerConfig(OptimizerConfig):
     """Of adam."""
@@ -128,6 +114,7 @@ class AdamOptimizerConfig(OptimizerConfig):
     optimizer: str = "adam"
 
 
+@tells_names()
 @dataclass
 class SGDOptimizerConfig(OptimizerConfig):
     """Of sgd."""
