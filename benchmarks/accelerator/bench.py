@@ -4,9 +4,11 @@ import statistics
 import time
 import traceback
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import torch
 
+from core.autograd import compiled
 from core.data_parallel import DataParallel
 from core.models.gpt import GPTModel, gpt2_spec, llama_spec
 from core.optimizer import OptimizerConfig, ShardedAdamW
@@ -163,6 +165,14 @@ def gpt(size, dtype, ps, *, style="llama", seed=7, std=0.02, **facts):
     return GPTModel(
         TransformerConfig(**config | facts), spec, size.vocab, size.sequence, parallel=ps
     )
+
+
+def compile_for(b, model):
+    """Compile its layers, on an accelerator also with a torch that runs refuse: "compiled layers" checks the gradients."""
+    with patch.object(compiled, "OLDEST_TORCH", (2, 11) if not b.on_cpu else compiled.OLDEST_TORCH):
+        if not b.dry:
+            compiled.check_compiler(b.device)
+        compiled.compile_layers(model, backend="eager" if b.dry else "inductor")
 
 
 def batch(size, device, rows=None, seed=1):

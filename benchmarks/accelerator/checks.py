@@ -15,12 +15,12 @@ from benchmarks.accelerator.bench import (
     Trained,
     batch,
     close,
+    compile_for,
     gpt,
     same_bits,
 )
 from core import dist_checkpointing
 from core.autograd import apply_recompute
-from core.autograd.compiled import check_compiler, compile_layers
 from core.autograd.fp8 import E4M3, E5M2, Fp8, multiplies
 from core.autograd.products import weight_gradient
 from core.data_parallel import DataParallel
@@ -282,11 +282,9 @@ def same_bits_twice(b):
 
 def compiled_layers(b):
     """Compiled layers give the eager gradients (dry: without inductor)."""
-    if not b.dry:
-        check_compiler(b.device)
     _, expected = trained(b).gradients(batch(TINY, b.device))
     job = trained(b)
-    compile_layers(job.model, backend="eager" if b.dry else "inductor")
+    compile_for(b, job.model)
     for _ in range(2):
         _, found = job.gradients(batch(TINY, b.device))
     torch._dynamo.reset()

@@ -17,11 +17,11 @@ from benchmarks.accelerator.bench import (
     NotHereError,
     Trained,
     batch,
+    compile_for,
     gpt,
 )
 from benchmarks.accelerator.ceilings import attention, bandwidth, products
 from benchmarks.llama import Llama, Shape
-from core.autograd.compiled import check_compiler, compile_layers
 from core.training.log.metrics import peak_flops
 
 SIZES = {"small": SMALL, "1.4b": GPT_1B4, "3.6b": GPT_3B6}
@@ -52,7 +52,7 @@ class Side:
 def ours(size, b, *, compiled):
     job = Trained(gpt(size, torch.bfloat16, b.state()), b.state(), weight_decay=0.01, lr=1e-4)
     if compiled:
-        compile_layers(job.model, backend="eager" if b.dry else "inductor")
+        compile_for(b, job.model)
     rows = batch(size, b.device)
     return lambda: job.step(rows)[0]
 
@@ -123,8 +123,6 @@ def sides_of(size, b):
     for name, (build, compiled) in SIDES.items():
 
         def make(b, name=name, build=build, compiled=compiled):
-            if compiled and not b.dry:
-                check_compiler(b.device)
             step = build(size, b, compiled=compiled)
             loss = float(step())
             step()  # what is compiled for the second step only

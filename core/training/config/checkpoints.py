@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core import dist_checkpointing
+from core.dist_checkpointing.storage.address import parse_address
 from core.their_folders import is_huggingface
 from core.training.config.parts import CheckpointConfig
 
@@ -41,12 +42,14 @@ def checkpoint_rules(checkpoint: CheckpointConfig) -> Iterator[tuple[bool, str]]
             yield is_there, "" if is_there else _no_checkpoint(name, url)
     # the run's own directory
     directory = checkpoint.directory
-    if (
-        checkpoint.resume == "must"
-        and load is None
-        and directory is not None
-        and "://" not in directory
-    ):
+    if directory is None:
+        return
+    try:
+        parse_address(directory)
+    except ValueError as error:
+        yield False, f"checkpoint.directory={directory}: {error}"
+        return
+    if checkpoint.resume == "must" and load is None and "://" not in directory:
         steps = len(dist_checkpointing.CheckpointRoot(directory).steps())
         yield (
             steps > 0,
