@@ -34,12 +34,16 @@ def main(arguments=None):
     parser.add_argument(
         "--model", default="1.4b", choices=("small", "1.4b", "3.6b"), help="of the part step"
     )
+    for name, default in (("rounds", 3), ("steps", 20), ("warm", 8)):
+        parser.add_argument(
+            f"--{name}", type=int, default=default, help=f"of the part step; default: {default}"
+        )
     parser.add_argument("--json", metavar="FILE", help="also write the figures there")
     args = parser.parse_args(arguments)
     if unknown := set(args.parts) - set(PARTS):
         parser.error(f"unknown parts {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
     b = Bench(local_device(args.device), args.dry)
-    b.model = args.model
+    b.model, b.rounds, b.steps, b.warm = args.model, args.rounds, args.steps, args.warm
     print(f"torch {torch.__version__} on {b.device}{', dry' if b.dry else ''}", flush=True)
     for part in args.parts or PARTS:
         print(f"--- {part}", flush=True)

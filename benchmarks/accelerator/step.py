@@ -134,8 +134,8 @@ def sides_of(size, b):
 
 
 def race(size, sides, b):
-    """Rounds A B C A B C of 20 steps (dry: 1 of 2) after 8 warm ones; median tokens/s of each side."""
-    rounds, steps, warm = (1, 2, 1) if b.dry else (3, 20, 8)
+    """Rounds A B C, C B A, ... (dry: 1 of 2 steps) after warm ones; median tokens/s of each side."""
+    rounds, steps, warm = (1, 2, 1) if b.dry else (b.rounds, b.steps, b.warm)
     first = sides[0][1]
     for side, loss in sides:
         assert abs(loss - first) < 0.5, (
@@ -207,16 +207,17 @@ def beside_the_floor(size, step, b):
     return f"floor {b.figures['floor_s'] * 1e3:.1f} ms, kernels {total * 1e3:.1f} ms"
 
 
-def host_time(step, b):
+def host_time(side, b):
     """Seconds the host needs to ask for a step, over the seconds the device needs for it."""
     if b.on_cpu:
         raise NotHereError("the host computes the step itself")
     b.sync()
     start, begin = b.mark(), time.perf_counter()
-    step()
+    side.step()
     host = time.perf_counter() - begin
-    b.figures["host_over_device"] = host / b.between(start, b.mark())
-    return f"{b.figures['host_over_device']:.2f}"
+    ratio = host / b.between(start, b.mark())
+    b.figures[f"host_over_device_{side.name}"] = ratio
+    return f"{ratio:.2f}"
 
 
 def run(b: Bench):
@@ -226,9 +227,10 @@ def run(b: Bench):
     sides = sides_of(size, b)
     assert sides, "no side could be built"
     b.line("step: sides in turns", lambda b: race(size, sides, b))
-    own = next((side for side, _ in reversed(sides[:2]) if side.name.startswith("ours")), None)
-    if own is not None:
-        b.line("step: kernels beside the floor", lambda b: beside_the_floor(size, own.step, b))
-        b.line("step: host over device time", lambda b: host_time(own.step, b))
+    for own in [side for side, _ in sides if side.name.startswith("ours")]:
+        b.line(
+            f"step: kernels of {own.name}", lambda b, own=own: beside_the_floor(size, own.step, b)
+        )
+        b.line(f"step: host over device, {own.name}", lambda b, own=own: host_time(own, b))
     sides.clear()
     gc.collect()

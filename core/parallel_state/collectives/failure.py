@@ -77,7 +77,16 @@ def _is_transport_failure(error: BaseException) -> bool:
 
 
 def check_answered(error: RuntimeError, label: str, group: Group) -> None:
-    """Raise Unanswered, which names the other ranks of `group`, for an error that gloo's transport raised."""
+    """Raise Unanswered, which names the other ranks of `group`, for an error that the transport raised.
+
+    Raises ValueError where it is that two ranks were given one accelerator.
+    """
+    if "Duplicate GPU" in said(error):
+        raise ValueError(
+            f"two ranks share one accelerator, which its backend refuses ({said(error).splitlines()[-1].strip()}): "
+            "start as many processes on a host as it has devices (--nproc-per-node), or let them share, with "
+            "messages through host memory: --parallel.backend gloo, launch(backend='gloo') (slow)"
+        ) from error
     if not _is_transport_failure(error) or isinstance(error, Unanswered):
         return
     others = tuple(rank for rank in group.ranks if rank != group.ranks[group.rank])

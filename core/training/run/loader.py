@@ -117,10 +117,10 @@ def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str,
     which chooses by it what attention computes."""
 
     def moved(x: Tensor) -> Tensor:
-        if device.type == "cpu":
+        if device.type == "cpu" or x.device.type != "cpu":
             return x.to(device)
-        # a copy of pageable memory would stop the host
-        return followed_as(x, x.pin_memory().to(device, non_blocking=True))
+        # a copy of pageable memory would stop the host; an expanded tensor cannot be pinned
+        return followed_as(x, x.contiguous().pin_memory().to(device, non_blocking=True))
 
     def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: x if name == "document_begin" else moved(x) for name, x in batch.items()}
