@@ -168,7 +168,7 @@ def gpt(size, dtype, ps, *, style="llama", seed=7, std=0.02, **facts):
 
 
 def compile_for(b, model):
-    """Compile its layers, on an accelerator also with a torch that runs refuse: "compiled layers" checks the gradients."""
+    """Compile its layers; on an accelerator also with a torch that runs refuse: the checks compare gradients."""
     with patch.object(compiled, "OLDEST_TORCH", (2, 11) if not b.on_cpu else compiled.OLDEST_TORCH):
         if not b.dry:
             compiled.check_compiler(b.device)

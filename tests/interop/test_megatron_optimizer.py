@@ -163,11 +163,13 @@ def gradients(model, step, *, per_token, plain):
 
 
 def train(
-    directory, tp, pp, *, ep=1, chunks=1, divided=False, per_token=False, plain=False, resume=False, experts=False
-):
+    directory, tp, pp, *, ep=1, chunks=1, divided=False, per_token=False, plain=False, resume=False, experts=False,
+    sequence=False,
+):  # fmt: skip
     """(norms, zeros) after STEPS steps; the weights are in `directory`."""
     mpu.destroy_model_parallel()
-    mpu.initialize_model_parallel(tp, pp, chunks if chunks > 1 else None, expert_model_parallel_size=ep)
+    virtual = chunks if chunks > 1 else None
+    mpu.initialize_model_parallel(tp, pp, virtual, expert_model_parallel_size=ep, sequence_parallel=sequence)
     try:
         of = {"chunks": chunks, "divided": divided, "per_token": per_token, "experts": experts}
         parts = setup(**of)
@@ -211,6 +213,7 @@ CASES = {
     "dp 2, no schedule": (1, 1, 2, {"plain": True}),
     "dp 2, no schedule, per token": (1, 1, 2, {"plain": True, "per_token": True}),
     "tp 2": (2, 1, 2, {}),
+    "tp 2, sequences split": (2, 1, 2, {"sequence": True}),
     "pp 2": (1, 2, 2, {}),
     "pp 2, per token": (1, 2, 2, {"per_token": True}),
     "pp 2, 2 chunks": (1, 2, 2, {"chunks": 2}),

@@ -44,6 +44,21 @@ def test_either_says_it(ranks, in_config, in_state):
         torch.testing.assert_close(weight.view_as(whole), whole, rtol=1e-9, atol=1e-12)
 
 
+def asks_for_its_stages():
+    """As `pretrain_gpt.py` asks, after the configuration has turned it on."""
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(2)
+    try:
+        TransformerConfig(**FACTS, sequence_parallel=True)
+        return [mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage) for stage in (None, 0)]
+    finally:
+        mpu.destroy_model_parallel()
+
+
+def test_the_number_of_virtual_stages_stays(ranks):
+    assert ranks(asks_for_its_stages, world=2) == [[True, True]] * 2
+
+
 def refused():
     mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(2, sequence_parallel=True)

@@ -62,7 +62,7 @@ def test_it_is_torchs():
 def test_any_update_and_offload_has_it(kind, offload, monkeypatch):
     if kind == "muon" and offload:
         pytest.skip("Muon has no offload")
-    monkeypatch.setattr("core.optimizer.state.average.COMPARE_CHUNK", 100)
+    monkeypatch.setattr("core.optimizer.state.state_buffers.COMPARE_CHUNK", 100)
     config = OptimizerConfig(optimizer=kind, lr=0.1, clip_grad=0.5, ema_decay=DECAY, muon_except="scale")
     model = Net()
     ours = build_optimizer(

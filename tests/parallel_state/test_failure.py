@@ -1,10 +1,20 @@
 """Who is blamed, from what the ranks reported: a function of reports."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from core.parallel_state.collectives import groups
-from core.parallel_state.collectives.failure import FailureReport, _verdict
+from core.parallel_state.collectives.failure import FailureReport, _verdict, check_answered
+
+
+def test_two_ranks_on_one_accelerator_are_told_what_to_start():
+    """As NCCL says it, at the first collective."""
+    said = "NCCL error, invalid usage\nLast error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 60"
+    group = SimpleNamespace(name="world", ranks=(0, 1), rank=0)
+    with pytest.raises(ValueError, match=r"Duplicate GPU.*nproc-per-node.*--parallel.backend gloo"):
+        check_answered(RuntimeError(said), "a gather", group)
 
 
 def timed_out(rank, waits_for):

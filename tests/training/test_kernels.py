@@ -6,6 +6,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend
 
 from core.autograd import products
+from core.data_parallel.buffers.assembly import check_device
+from core.optimizer.state.state_buffers import paired_chunks
 from core.parallel_state.collectives import checks
 from core.training.run.loader import moved_to
 from core.transformer.attention import kernels
@@ -39,6 +41,7 @@ class Copies(torch.Tensor):
     """Remembers how it was copied."""
 
     def pin_memory(self):
+        assert self.is_contiguous()
         self.pinned = True
         return self
 
@@ -46,11 +49,42 @@ class Copies(torch.Tensor):
         return (getattr(self, "pinned", False), device, non_blocking)
 
 
+class OnAnAccelerator(torch.Tensor):
+    """Says that it is on one."""
+
+    device = torch.device("cuda", 0)
+
+
 def test_batches_are_pinned_and_copied_beside_the_step():
     cuda = torch.device("cuda")
     rows = {"tokens": torch.zeros(2).as_subclass(Copies), "document_begin": torch.zeros(2)}
+    # one row for all sequences: torch pins no expanded tensor
+    rows["position_ids"] = torch.zeros(1, 2).as_subclass(Copies).expand(3, 2)
     moved = moved_to(cuda)(rows)
     assert moved["tokens"] == (True, cuda, True) and moved["document_begin"] is rows["document_begin"]
+    assert moved["position_ids"] == (True, cuda, True)
+
+
+def test_a_batch_on_the_device_stays_there():
+    rows = {"tokens": torch.zeros(2, device="meta")}
+    assert moved_to(torch.device("meta"))(rows)["tokens"] is rows["tokens"]
+
+
+def test_main_weights_are_compared_in_few_passes_on_a_device():
+    """1.4 billion parameters: 43 chunks; of the size that suits a CPU's cache they would be 5,491."""
+    main, weights = (
+        torch.empty(1_439_270_912, dtype=dtype, device="meta") for dtype in (torch.float32, torch.bfloat16)
+    )
+    parts = list(paired_chunks(main, weights))
+    assert len(parts) == 43 and sum(a.numel() for a, _ in parts) == main.numel()
+    assert {a.numel() for a, _ in paired_chunks(torch.empty(1 << 20), torch.empty(1 << 20))} == {1 << 18}
+
+
+def test_weights_on_an_accelerator_that_the_state_is_not_on_are_refused():
+    weight = torch.zeros(2).as_subclass(OnAnAccelerator)
+    with pytest.raises(ValueError, match=r"layer\.weight is on cuda:0, the parallel state on cpu.*nccl"):
+        check_device({weight: "layer.weight"}, torch.device("cpu"))
+    check_device({weight: "layer.weight"}, torch.device("cuda", 0))
 
 
 @pytest.mark.parametrize(("drops", "expected"), [(False, True), (True, False)])

@@ -34,6 +34,7 @@ def make_buffers(
         bucket_size = 2**20 if ps.device.type == "cpu" else 2**23
     divided_over = {"dp-cp": ps.size("shard"), "edp": ps.size("edp")}
     table = bucket_table(entries_of(module, stages), divided_over, bucket_size)
+    check_device(names, ps.device)
     # first of all: ranks that cut other buckets would wait for each other in the first sum
     same_on_all(module, table, ps)
 
@@ -54,6 +55,17 @@ def make_buffers(
         buffer.loan_warnings = loan_warnings
         buffers.append(buffer)
     return tuple(buffers)
+
+
+def check_device(names: Mapping[Parameter, str], device: torch.device) -> None:
+    """Raise ValueError for weights on an accelerator that the parallel state is not on; others move to `device`."""
+    for parameter, name in names.items():
+        if parameter.device.type not in (device.type, "cpu", "meta"):
+            raise ValueError(
+                f"{name} is on {parameter.device}, the parallel state on {device}, which gradients and collectives "
+                f"need: join with a backend of {parameter.device.type} (init_process_group('nccl'), "
+                f"launch()), or build the state with device={parameter.device.type!r}"
+            )
 
 
 def overlap_pays(

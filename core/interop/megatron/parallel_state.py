@@ -108,6 +108,15 @@ def initialize_model_parallel(
     return ps
 
 
+def turn_on_sequence_parallel() -> ParallelState:
+    """The current state from now on splits sequences over tensor ranks; its virtual stages stay as many."""
+    chunks = _chunks.get(current_state())
+    ps = current.turn_on_sequence_parallel()
+    if chunks is not None:
+        _chunks[ps] = chunks
+    return ps
+
+
 def is_initialized() -> bool:
     """Whether a current state exists."""
     return model_parallel_is_initialized()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from core.data_parallel import DataParallel
-from core.optimizer.state.state_buffers import COMPARE_CHUNK, StateBuffer
+from core.optimizer.state.state_buffers import StateBuffer, paired_chunks
 
 EMA = "ema"  # kind of state: a checkpoint has optimizer/ema/NAME
 
@@ -38,8 +38,7 @@ class WeightAverage:
         for state_buffer in self._state_buffers:
             ema = state_buffer.states[EMA]
             share_here = share.to(ema.device, ema.dtype)
-            sources = _averaged(state_buffer).split(COMPARE_CHUNK)
-            for target, source in zip(ema.split(COMPARE_CHUNK), sources, strict=True):
+            for target, source in paired_chunks(ema, _averaged(state_buffer)):
                 target.lerp_(source.to(ema.device, ema.dtype), share_here)
 
     @contextmanager
@@ -99,7 +98,7 @@ def _lend(state_buffer: StateBuffer) -> Callable[[], None]:
 
 @torch.no_grad()
 def _swap(first: Tensor, second: Tensor) -> None:
-    for a, b in zip(first.split(COMPARE_CHUNK), second.split(COMPARE_CHUNK), strict=True):
+    for a, b in paired_chunks(first, second):
         kept = a.clone()
         a.copy_(b)
         b.copy_(kept)

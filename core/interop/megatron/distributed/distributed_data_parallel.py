@@ -90,6 +90,8 @@ class DistributedDataParallel(nn.Module):
                 part.edp_is_summed = True
         self.shard: DataParallel | None = None
         self._warned = self._shows_main_grads = False
+        # what `main_grad` was before the gradient was shown as it
+        self._covered: dict[Tensor, Tensor] = {}
         if self.parallel.size("dp-cp") > 1:
             before_optimizer_steps(self._look)
 
@@ -200,6 +202,9 @@ class DistributedDataParallel(nn.Module):
                     gradient = torch.zeros_like(parameter)
                 # operations would add to one that is not
                 gradient.is_shown = True
+                covered = getattr(parameter, "main_grad", None)
+                if covered is not None and not is_shown(covered):
+                    self._covered[parameter] = covered
                 parameter.main_grad = gradient  # type: ignore[attr-defined]
         self._shows_main_grads = True
 
@@ -207,6 +212,10 @@ class DistributedDataParallel(nn.Module):
         for parameter in self.module.parameters():
             if is_shown(getattr(parameter, "main_grad", None)):
                 del parameter.main_grad  # type: ignore[attr-defined]
+                # operations add to that of a `DataParallel`
+                if parameter in self._covered:
+                    parameter.main_grad = self._covered[parameter]  # type: ignore[attr-defined]
+        self._covered.clear()
         self._shows_main_grads = False
 
     def start_grad_sync(self, *unused: Any) -> None:

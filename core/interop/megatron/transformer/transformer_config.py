@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from core.elsewhere import ELSEWHERE
+from core.interop.megatron.parallel_state import turn_on_sequence_parallel
 from core.parallel_state import current_state, model_parallel_is_initialized
-from core.parallel_state.current import turn_on_sequence_parallel
 from core.transformer.transformer_config import RotaryScaling
 from core.transformer.transformer_config import TransformerConfig as ModelConfig
 
