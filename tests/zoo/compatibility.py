@@ -14,6 +14,7 @@ FAMILIES: list[str] = [
     "context_losses",
     "context_batches",
     "context_hooks",
+    "context_teachers",
     "own_parts",
     "habits",
     "schedule_files",

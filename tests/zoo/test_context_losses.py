@@ -2,10 +2,15 @@
 
 import pytest
 
-from tests.zoo import context_batches, context_hooks, context_losses
+from tests.zoo import context_batches, context_hooks, context_losses, context_teachers
 from tests.zoo.case import judge, observe
 
-FAMILIES = {"losses": context_losses, "batches": context_batches, "hooks": context_hooks}
+FAMILIES = {
+    "losses": context_losses,
+    "batches": context_batches,
+    "hooks": context_hooks,
+    "teachers": context_teachers,
+}
 
 
 def outcomes(family, names, variation):

@@ -51,6 +51,16 @@ class HookedRows:
                     part.register_forward_pre_hook(lambda _, inputs: mark(inputs), prepend=True)
                 )
 
+    @staticmethod
+    def has_hooks(model: nn.Module) -> bool:
+        """Whether a program's hooks are given what its parts take or return."""
+        return any(
+            is_foreign(hook)
+            for part in model.modules()
+            if part is not model and (part._forward_hooks or part._forward_pre_hooks)
+            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        )
+
     def _listen_backward(self, part: nn.Module, shares: Collection[int]) -> None:
         """Around the program's hooks that get gradients: torch keeps the hooks of a forward for its backward."""
 

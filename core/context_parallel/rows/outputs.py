@@ -76,7 +76,7 @@ class Sums(Follower):
         # [b, s/cp]: else the rows' losses are the program's
         self._is_loss = output.dim() == 2
         self._shape = tuple(output.shape[:2])
-        self._is_evaluation = not output.requires_grad
+        self.is_evaluation = not output.requires_grad
         self._totals: list[Total] = []
         # what `loss_fn` returned with a count that is no rows'
         self._counted: Total | None = None
@@ -244,7 +244,7 @@ class Sums(Follower):
         if not numbers or name in ("backward", "grad", "register_hook"):
             return
         first = numbers[0]
-        decides = self._is_evaluation and name in DECISIONS
+        decides = self.is_evaluation and name in DECISIONS
         is_read = name in READS and not isinstance(result, Tensor)
         # of an evaluation, a number that no rank has
         if (first.dim() or is_read) and first.partial not in STATISTICS and decides:

@@ -20,7 +20,7 @@ from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
 from core.context_parallel.rows.hooks import HookedRows
 from core.context_parallel.rows.outputs import Sums
 from core.context_parallel.rows.reads import LOG_REMEDY
-from core.parallel_state.by_hand.batches import follow_batches
+from core.parallel_state.by_hand.batches import HOOKED, follow_batches
 from core.parallel_state.collectives import Group
 
 _REMEDY = (
@@ -82,6 +82,7 @@ class RowSums:
             sums = Sums(self, output)
             sums.mark(output, axes_of_rows(output, rows_dim))
             self._evaluated.append(sums)
+            self._latest = weakref.ref(sums)
 
     def follow_batch(self, batch: Mapping[str, Any]) -> None:
         """Of a batch that was cut for the next forward, if that is one of those which are followed."""
@@ -100,7 +101,12 @@ class RowSums:
 
         shares: how many rows they may have. inputs: tokens, labels. sums: are given, as of `follow`.
         """
-        if self.group is None or not torch.is_grad_enabled():
+        if self.group is None:
+            return
+        if not torch.is_grad_enabled():
+            # what calibration makes of them `DataParallel` finds in the weights
+            if not hasattr(model, HOOKED) and self._inside.has_hooks(model):
+                setattr(model, HOOKED, True)
             return
         self._forwards_inside += 1
         if self.told or self._forwards_inside & (self._forwards_inside - 1):
@@ -122,7 +128,7 @@ class RowSums:
     def mark_gathered(self, gathered: Tensor) -> None:
         """Follow [b, s/cp, v] that was gathered from tensor ranks' parts, as the output of that forward."""
         sums = self._latest() if self._latest is not None else None
-        if sums is not None:
+        if sums is not None and gathered.requires_grad != sums.is_evaluation:
             sums.mark(gathered, axes_of_rows(gathered))
 
     def tell(self, what: str, remedy: str = _REMEDY) -> None:

@@ -1,5 +1,6 @@
 """Before the first step, and later: ranks of a data group must train the same parameters, from the same values."""
 
+import warnings
 from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.data_parallel.weights.weights import without_memory
+from core.parallel_state.by_hand.batches import HOOKED
 from core.parallel_state.collectives import all_gather_objects, broadcast
+from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.flat import Bucket
 from core.parallel_state.layout import has_layout, layout_of
 from core.parallel_state.modules import Modules, modules_of, named_parameters
@@ -90,19 +93,42 @@ def new_parameters(stages: Sequence[nn.Module], known: Collection[int]) -> list[
 
 @torch.no_grad()
 def _broadcast_first(module: Modules, ps: ParallelState) -> None:
-    tensors: list[tuple[str, Tensor]] = [
-        (layout_of(p).gradient_groups[0], p) for _, p in named_parameters(module)
+    tensors: list[tuple[str, str, Tensor]] = [
+        (name, layout_of(p).gradient_groups[0], p) for name, p in named_parameters(module)
     ]
-    for stage in modules_of(module).values():
-        tensors += [("dp-cp", buffer) for buffer in stage.buffers()]
-    for name, tensor in tensors:
-        group = ps.group(name)
+    stages = modules_of(module).values()
+    for stage in stages:
+        tensors += [(name, "dp-cp", buffer) for name, buffer in stage.named_buffers()]
+    was_hooked = any(hasattr(part, HOOKED) for stage in stages for part in stage.modules())
+    changed = []
+    for name, group_name, tensor in tensors:
+        group = ps.group(group_name)
         # built on meta: every rank will draw the same values
         if without_memory(tensor):
             continue
         if group is not None and tensor.numel() and tensor.layout is torch.strided:
             values = tensor.detach().contiguous()
+            own = checksum(values) if was_hooked else None
             # as bytes: backends do not send every dtype
             broadcast(values.reshape(-1).view(torch.uint8), group)
+            if own is not None and not torch.equal(own, checksum(values)):
+                changed.append(name)
             if not tensor.is_contiguous():
                 tensor.copy_(values)
+    if was_hooked:
+        _tell_of_calibration(changed, ps)
+
+
+def _tell_of_calibration(changed: list[str], ps: ParallelState) -> None:
+    """Warn where ranks have made other weights of the rows that hooks were given. An all-gather of names."""
+    if names := sorted(
+        {name for some in all_gather_objects(changed, ps.group("dp-cp")) for name in some}
+    ):
+        warnings.warn(
+            f"context parallelism: ranks hold other values of {names[0]} ({len(names)} in all); the first's are "
+            "taken. Hooks were given each rank's own rows before: statistics of them (calibration, pruning, "
+            "scales) are of a part of each sequence. Sum them over the ranks before weights are made of them: "
+            "torch.distributed.all_reduce(x, group=parallel_state.get_data_parallel_group("
+            "with_context_parallel=True))",
+            stacklevel=6,
+        )

@@ -225,9 +225,10 @@ class GPTModel(ModelWeights):
         self._row_sums.end_look()
         self._own_parts.detach()
         # an executor sums over the ranks by itself; in a loop of the user's own, mistakes are looked for
+        rows_dim, holds_all_layers = int(self.post_process), self.parallel.size("pp") == 1
         if self.stage.driven or not output.requires_grad:
-            if self.post_process:
-                self._row_sums.follow(output, sums_are_given=self.stage.driven)
+            if self.post_process or holds_all_layers:
+                self._row_sums.follow(output, rows_dim, sums_are_given=self.stage.driven)
             if self._watch is not None and not self.stage.driven:
                 self._watch.listen_again()
             return
@@ -236,8 +237,8 @@ class GPTModel(ModelWeights):
         if self._watch is not None:
             replicated = self._output_is_replicated(is_loss)
             self._watch.follow_after(self, [output], are_replicated=replicated)
-        if self.parallel.size("pp") == 1:
-            self._row_sums.follow(output, rows_dim=1 if self.post_process else 0)
+        if holds_all_layers:
+            self._row_sums.follow(output, rows_dim)
 
     def end_step(self) -> None:
         """After `optimizer.step()` in a loop of your own: expert biases move, counts of experts' rows begin again.

@@ -10,6 +10,9 @@ from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 from core.parallel_state.collectives import Group
 
+# attribute of a model in whose forwards without gradients hooks were given a context rank's rows
+HOOKED = "hooks_saw_rows"
+
 
 class FollowsBatches(Protocol):
     """Follows the batches of one model."""

@@ -1,0 +1,121 @@
+"""What is made of rows over context ranks without gradients: a teacher's targets, statistics of a calibration."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+
+from core.data_parallel import DataParallel
+from core.optimizer import OptimizerConfig, ShardedSGD
+from core.parallel_state import ParallelState
+from tests.models.gpt import gpt
+from tests.parity.whole import whole_parameters
+from tests.states import state
+from tests.zoo.case import Case, Family, compared
+from tests.zoo.context_losses import LAYOUTS, LR, STEPS, Program, by, hooked
+
+TOLD = "of rows which are this context rank's comes to the loss by|of mean 0 on each of 2 context ranks"
+SUMMED = "`all_reduce` of the statistic over the context ranks before"
+
+
+def taught(target_of):
+    """The squared distance to what is made of a teacher's logits [b, s/cp, v]."""
+
+    def loss_of(program):
+        with torch.no_grad():
+            teacher = copy.deepcopy(program.model).eval()
+            out = teacher(program.rows["tokens"], program.rows["position_ids"])
+            target = target_of(program, teacher.gather_logits(out))
+        return program.logits().sub(target).square().mean()
+
+    return loss_of
+
+
+def taught_inside(target_of):
+    """The same of hidden states [s/cp, b, h], by a teacher without a head."""
+
+    def loss_of(program):
+        with torch.no_grad():
+            teacher = gpt("llama", parallel=program.ps, post_process=False)
+            hidden = teacher(program.rows["tokens"], program.rows["position_ids"])
+            target = target_of(program, hidden)
+        return hooked(lambda p, student: F.smooth_l1_loss(student, target))(program)
+
+    return loss_of
+
+
+def normed(program, hidden):
+    """Over time, as data2vec does."""
+    return F.instance_norm(hidden.permute(1, 2, 0)).permute(2, 0, 1)
+
+
+def calibrated(statistic_of):
+    """Weights that are scaled by statistics of what a hook is given, then `DataParallel` and training."""
+
+    def run(variation):
+        found = []
+        facts, stage = LAYOUTS[variation]
+        for ps in (state(**facts), ParallelState.single("cpu")):
+            model = gpt("llama", parallel=ps)
+            program, kept = Program(model, ps, 7), []
+            layer = model.decoder.layers[0]
+            handle = layer.register_forward_pre_hook(lambda module, inputs, kept=kept: kept.append(inputs[0]))
+            with torch.no_grad():
+                program.losses()
+                handle.remove()
+                scale = statistic_of(program, kept[0])
+                layer.input_layernorm.weight.data.mul_(1 + scale)
+            shard = DataParallel(model, ps, zero_stage=stage)
+            optimizer = ShardedSGD(shard, OptimizerConfig(lr=LR, clip_grad=0.0, weight_decay=0.0))
+            for step in range(STEPS):
+                Program(model, ps, step).losses().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            shard.remove()
+            found.append(whole_parameters(model, ps))
+        return compared(*found)
+
+    return run
+
+
+def energy(program, hidden):
+    """[h], of all rows that a rank has."""
+    return hidden.square().mean((0, 1))
+
+
+CASES = [
+    Case("a teacher's hidden states, normed over time (data2vec)", by(taught_inside(normed)), "told", TOLD, SUMMED),
+    Case(
+        "a teacher's logits less their mean over rows (DINO)",
+        by(taught(lambda p, y: y - y.mean((0, 1)))),
+        "told",
+        TOLD,
+        SUMMED,
+    ),
+    Case(
+        "a teacher's logits over their largest row", by(taught(lambda p, y: y / y.amax((0, 1)))), "told", TOLD, SUMMED
+    ),
+    Case("a teacher's logits as they are", by(taught(lambda p, y: y))),
+    Case(
+        "a teacher's hidden states, normed over their width",
+        by(taught_inside(lambda p, h: F.layer_norm(h, h.shape[-1:]))),
+    ),
+    Case(
+        "a teacher's logits less the mean of all rows", by(taught(lambda p, y: y - p.whole(y.mean((0, 1))) / p.ranks))
+    ),
+    Case(
+        "weights scaled by what hooks saw of a rank's rows (Wanda, AWQ, SmoothQuant)",
+        calibrated(energy),
+        "told",
+        r"ranks hold other values of decoder.*calibration, pruning",
+        SUMMED,
+    ),
+    Case("the same by all rows", calibrated(lambda p, h: p.whole(energy(p, h)) / p.ranks)),
+]
+
+FAMILY = Family(
+    "Rows without gradients over context ranks",
+    "Sequences over two context ranks, three steps of SGD, compared with one process that does the same.",
+    CASES,
+    tuple(LAYOUTS),
+)
