@@ -7,6 +7,7 @@ which functions are called on them, and follows which dims are split (`split_axe
 """
 
 import warnings
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from core.parallel_state.by_hand import split_axes, split_functions, split_names
 from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.split_flex import depends_on_head
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
 from core.parallel_state.collectives import Group
@@ -189,6 +191,24 @@ class SplitActivations(Follower):
         x = args[0] if args else None
         if isinstance(x, SplitTensor) and not x.partial and not split_axes.are_blocks(x.axes):
             self._tell(Finding("order", "a linear", tuple(x.shape)))
+
+    def attends(self, query: SplitTensor, functions: Mapping[str, Callable[..., Any]]) -> None:
+        """Told where scores differ by the number of a head, which is counted on each rank from 0."""
+        if (
+            len(query.axes) != 4
+            or "heads" in self._told
+            or not split_axes.is_split(query.axes[1:2])
+        ):
+            return
+        for name, function in functions.items():
+            if depends_on_head(name, function, query, self._group.size):
+                self._told.add("heads")
+                warnings.warn(
+                    f"flex_attention's {name} is given the numbers 0 to {query.shape[1] - 1} of this tensor rank's "
+                    "heads and makes other scores of other heads: count those of the ranks before as well, "
+                    f"h + parallel_state.get_tensor_model_parallel_rank() * {query.shape[1]}",
+                    stacklevel=7,
+                )
 
     def listening(self, hook: Any, axes: Axes) -> Any:
         """`hook` on the gradient of what is split as `axes` says: it is given a gradient that is followed."""

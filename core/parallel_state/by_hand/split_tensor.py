@@ -5,6 +5,7 @@ The class is given and taken back by assignment: no tensor is made, no value and
 
 import sys
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from core.parallel_state.by_hand.functions import (
 )
 from core.parallel_state.by_hand.listened_tensor import ListenedTensor
 from core.parallel_state.by_hand.split_axes import Axes
+from core.parallel_state.by_hand.split_flex import score_functions
 
 _BACKWARD = (Tensor.backward, torch.autograd.grad, torch.autograd.backward)
 
@@ -58,6 +60,8 @@ class SplitTensor(ListenedTensor):
                 return func(args[0], seen_by.listening(args[1], inputs[0].axes))
             seen_by.check(name, args, kwargs)
             result = func(*args, **kwargs)
+            if name == "size" and (functions := score_functions(frame, inputs[0])) is not None:
+                seen_by.attends(inputs[0], functions)
             if name in ("shape", "size", "numel", "nelement"):
                 return seen_by.sizes(args, kwargs, result)
             seen_by.follow(Call(func, name, inputs, args, kwargs, result))
@@ -173,6 +177,9 @@ class Follower:
     def sizes(self, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """What the program is given of `x.shape` or `x.size(dim)` of what is followed."""
         return result
+
+    def attends(self, query: SplitTensor, functions: Mapping[str, Callable[..., Any]]) -> None:
+        """FlexAttention is called with `query` and these functions of scores and masks."""
 
     def numbers(self, tensor: SplitTensor, result: Any) -> Any:
         """What the program is given of `tensor.item()` or `tensor.tolist()`."""
