@@ -344,6 +344,11 @@ class DataParallel(BesideModule, GradSync):
         """Whether `gradients` of every buffer are the sums over all replicas, used up or not."""
         return self._gradient_sums.phase is not Phase.OPEN
 
+    @property
+    def used(self) -> bool:
+        """Whether an optimizer has used them, and nothing has come since."""
+        return self._gradient_sums.phase in (Phase.STEPPED, Phase.KEPT)
+
     def stepped(self) -> None:
         """An optimizer has used the gradients up: what arrives before `zero_grad` is dropped."""
         self._gradient_sums.phase = Phase.STEPPED

@@ -217,7 +217,7 @@ class ShardedOptimizer(SavedStates):
     ) -> StepStats:
         shard = self.shard
         self._refuse_lent("a step would update it")
-        if self._gradients_used and shard.finished:
+        if self._gradients_used and shard.used:
             raise ValueError(
                 f"step {self.step_count + 1}: the gradients were used up by step {self.step_count}; call zero_grad() "
                 "after each step, then backward"

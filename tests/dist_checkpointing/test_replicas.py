@@ -1,11 +1,13 @@
 """Replicas that have parted: told before a byte is written, never a checkpoint of some of each."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
-from core.dist_checkpointing import CheckpointManager, load_plain_tensors, save
+from core.dist_checkpointing import CheckpointManager, ShardedTensor, load_plain_tensors, save
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.planning.plan import plan_writes
 from core.dist_checkpointing.state.mapping import sharded_state_dict
@@ -113,3 +115,31 @@ def test_running_statistics_are_the_first_ranks(ranks, tmp_path):
     (first, mean), (_, other) = ranks(statistics, str(tmp_path), world=2)
     assert all(first)
     assert not torch.equal(mean, other), "each rank has its own"
+
+
+def buffers(folder, axis, parts):
+    """What is told at a save of a buffer that is another on every rank; what the checkpoint has of it."""
+    ps = parallel(tp=2 if axis == "tp" else 1)
+    module = nn.BatchNorm1d(3, affine=False)
+    module.running_mean.add_(ps.rank)
+    state = sharded_state_dict(module, ps)
+    if parts:
+        given = {name: tensor for name, tensor in module.state_dict().items() if tensor.dim()}
+        for name, buffer in given.items():
+            state[name] = ShardedTensor.from_rank_offsets(f"model/{name}", buffer, (0, ps.index(axis), 2))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        save({"model": state}, folder / "step", ps=ps)
+    return [str(one.message) for one in told], load_plain_tensors(folder / "step")["model/running_mean"].tolist()
+
+
+@pytest.mark.parametrize(("axis", "parts"), [("tp", False), ("tp", True), ("dp", False)])
+def test_buffers_of_a_tensor_ranks_own_channels_are_told(ranks, tmp_path, axis, parts):
+    saved = [0.0, 0.0, 0.0, 1.0, 1.0, 1.0] if parts else [0.0, 0.0, 0.0]
+    for told, found in ranks(buffers, tmp_path, axis, parts, world=2):
+        assert found == saved
+        if axis == "dp" or parts:
+            assert not told
+        else:
+            (message,) = told
+            assert "model/running_mean differs between tensor ranks 0 and 1" in message

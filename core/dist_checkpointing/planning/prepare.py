@@ -11,7 +11,11 @@ from core.dist_checkpointing.format.grid import cell_of, inner_shape
 from core.dist_checkpointing.format.zarr_metadata import Json, array_metadata
 from core.dist_checkpointing.planning.exchange import gather_json
 from core.dist_checkpointing.planning.plan import WritePlan, plan_writes
-from core.dist_checkpointing.planning.replicas import compare_replicas
+from core.dist_checkpointing.planning.replicas import (
+    buffer_words,
+    compare_replicas,
+    tell_of_buffers,
+)
 from core.dist_checkpointing.publish.manifest import FORMAT, TAGGED
 from core.dist_checkpointing.state.catalog import (
     Catalog,
@@ -98,12 +102,14 @@ class SavePlanner:
             local_state = flatten(to_save(state))
             catalog = to_json(local_state.arrays(), local_state.holdings(), local_state.from_first)
             report = self._report(local_state, catalog)
+            report["buffers"] = buffer_words(local_state, self._ps)
         except Exception as error:
             # reported to all ranks first: they wait in the exchange
             problem = error
         report |= {"uuid": uuid4().hex, "problem": problem and str(problem), "failure": failure}
         reports = self._gather(report)
         self._raise_problems(reports, problem)
+        tell_of_buffers([report["buffers"] for report in reports], self._ps)
         # an optimizer's objects are many: they are sent only where the fingerprints differ
         objects = local_state.objects
         if len({report["objects"] for report in reports}) > 1:

@@ -4,6 +4,7 @@ Which of them writes is a matter of balance, cell by cell: of replicas that have
 of each.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from core.dist_checkpointing.planning.exchange import gather_json
 from core.dist_checkpointing.planning.plan import Replicas
+from core.dist_checkpointing.state.catalog import LocalState
 from core.dist_checkpointing.state.mapping import Shard
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives.checks import block_sums, mixed_words
@@ -42,6 +44,33 @@ def compare_replicas(
         digests = [digests_by_rank[rank][str(number)] for rank in ranks]
         if any(digest != digests[0] for digest in digests):
             _raise_first_difference(ranks, parts, data, ps)
+
+
+def buffer_words(local: LocalState, ps: ParallelState) -> dict[str, list[int]]:
+    """key -> two numbers of the bits of each buffer of which the first rank's is saved; none without tensor ranks."""
+    if ps.size("tp") == 1:
+        return {}
+    return {
+        key: _words([shard.shard.data for shard in local.shards[key]], ps).tolist()
+        for key in sorted(local.from_first)
+    }
+
+
+def tell_of_buffers(words_by_rank: Sequence[Mapping[str, list[int]]], ps: ParallelState) -> None:
+    """Warn of the first buffer that differs between tensor ranks; data ranks have statistics of their own batches."""
+    first_of: dict[tuple[str, int], int] = {}
+    for rank, words in enumerate(words_by_rank):
+        for key in words:
+            first = first_of.setdefault((key, ps.grid.members(rank, "tp")[0]), rank)
+            if words_by_rank[first][key] != words[key]:
+                warnings.warn(
+                    f"{key} differs between tensor ranks {first} and {rank}, and the checkpoint has the first's for "
+                    "all: a buffer of a rank's own channels, or of its own rows. Save the parts, state[name] = "
+                    f"ShardedTensor.from_rank_offsets({key!r}, buffer, (dim, tensor_rank, tensor_ranks)), or bring "
+                    "the buffer to one value on all tensor ranks before a save",
+                    stacklevel=6,
+                )
+                return
 
 
 def _words(tensors: Sequence[Tensor], ps: ParallelState) -> Tensor:
