@@ -1,4 +1,4 @@
-"""An optimizer of another library around ours (timm's Lookahead), whose `zero_grad` is torch's own or the program's."""
+"""An optimizer of another library around ours (timm's Lookahead), whose `zero_grad` is torch's or the program's."""
 
 import pytest
 import torch

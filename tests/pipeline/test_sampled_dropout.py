@@ -86,3 +86,26 @@ def in_train_mode(pp):
 @pytest.mark.parametrize("pp", [1, 2])
 def test_one_batch_again_in_train_mode_is_told(ranks, pp):
     ranks(in_train_mode, pp, world=pp)
+
+
+def with_statistics(pp, train):
+    ps = state(pp=pp)
+    module = nn.Sequential(nn.Linear(6, 6, dtype=torch.float64), nn.BatchNorm1d(6, dtype=torch.float64)).train(train)
+    if pp == 1:
+        executor = SingleStage(module, ps=ps, num_microbatches=2)
+    else:
+        executor = Pipeline([module], ps=ps, schedule="1f1b", num_microbatches=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            executor.forward(X)
+            executor.evaluate(X, lambda y, part: (y.sum(), len(y)))
+    assert not module[1].num_batches_tracked
+    return [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_running_statistics_are_not_made_by_forward(ranks, pp):
+    for told in ranks(with_statistics, pp, True, world=pp):
+        assert len(told) == 1 and "running statistics of BatchNorm1d are used and not updated" in told[0]
+    assert not any(ranks(with_statistics, pp, False, world=pp))

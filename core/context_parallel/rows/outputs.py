@@ -308,7 +308,7 @@ class Sums(Follower):
             return
         self._count += 1
         place = self._count
-        total = Total(rows, counts_of(of, result) if of is not None else frozenset())
+        total = Total(rows, counts_of(of, result) if of is not None else frozenset({rows} - {0, 1}))
         if rows and (self._is_loss or result.dim() == 0):
             if self._judges_totals:
                 self._totals.append(total)

@@ -285,6 +285,7 @@ class Pipeline(NumberedSteps):
         microbatches: into how many the batch is cut, the same on all pipeline ranks, which then need not tell each
         other how many rows they have: nothing is sent but activations, as generated tokens want it.
         """
+        self._numbers.tell_of_statistics()
         with self._broadcast_failures("forward"):
             outputs = self._run_forward(batch, None, microbatches).outputs
         if not outputs:

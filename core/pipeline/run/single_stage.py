@@ -160,6 +160,7 @@ class SingleStage(NumberedSteps):
         microbatches: into how many the batch is cut; default: at most the step's number. Any nesting of tensors; what
         is not a tensor is taken from the first microbatch. No collective but the model's own.
         """
+        self._numbers.tell_of_statistics()
         return join_outputs(
             self._forward_each(batch, lambda output, microbatch: output, microbatches)
         )

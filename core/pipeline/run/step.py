@@ -224,7 +224,8 @@ def split_microbatches(batch: Batch, num_microbatches: int) -> list[Any]:
     sizes = {key: value.shape[0] for key, value in _entries(batch) if _has_rows(value)}
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"the batch's tensors have different sizes along dim 0: {sizes}; all must have one"
+            f"the batch's tensors have different sizes along dim 0: {sizes}; all must have one. What "
+            "is no row of the batch (class weights, tables) the module or loss_fn keeps"
         )
     size = rows_of(batch) or 0
     if num_microbatches < 1 or size % num_microbatches or not size:

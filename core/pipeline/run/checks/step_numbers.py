@@ -68,7 +68,7 @@ class StepNumbers:
         # since the last step
         self._forwards = 0
         self._last_batch: list[weakref.ref[Tensor]] = []
-        self._told_of_forwards = False
+        self._told_of_forwards = self._told_of_statistics = False
         before_optimizer_steps(self._look)
 
     def set(self, index: Any) -> None:
@@ -120,6 +120,21 @@ class StepNumbers:
             )
         self._forwards += 1
         return self._forwards - 1
+
+    def tell_of_statistics(self) -> None:
+        """Warn, once, of `forward` with a model in train mode: it uses running statistics and updates none."""
+        if self._told_of_statistics or not any(module.training for module in self._modules):
+            return
+        self._told_of_statistics = True
+        parts = [part for module in self._modules for part in module.modules()]
+        keepers = [part for part in parts if getattr(part, "running_mean", None) is not None]
+        if keepers:
+            warnings.warn(
+                "forward is in eval mode whatever mode the model is in: running statistics of "
+                f"{type(keepers[0]).__name__} are used and not updated. To compute them anew (precise BN) call the "
+                "modules themselves under torch.no_grad(); where eval mode is meant call model.eval() first",
+                stacklevel=4,
+            )
 
     def _note(self) -> None:
         self._drew = True

@@ -18,6 +18,7 @@ ELSEWHERE = {
     "allreduce_gradients": "nothing: step() sums what backward has not",
     "buffered_allreduce_fallback": "nothing: step() sums what backward has not",
     "set_train_batch_size": _SIZES,
+    "set_gradient_accumulation_steps": "set_gradient_accumulation_boundary(is_boundary) before each step",
     "set_train_micro_batch_size": _SIZES,
     "config": _FILE,
     "dump_state": _NOTHING,
