@@ -14,6 +14,7 @@ _alone: ParallelState | None = None
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
     *,
     context_parallel_size: int = 1,
     cp_comm_type: str = "all_gather",
@@ -33,6 +34,12 @@ def initialize_model_parallel(
     Raises ValueError with every wrong combination and the nearest valid ones, before any group is created.
     """
     global _current  # the only global state of `core`
+    if virtual_pipeline_model_parallel_size not in (None, 1):
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size={virtual_pipeline_model_parallel_size}: stages per rank are the "
+            "schedule's, gpt_stages(..., placement=schedules.placement('interleaved-1f1b', pipeline, chunks)); "
+            "initialize_model_parallel of core.interop.megatron.parallel_state takes it as Megatron's does"
+        )
     config = ParallelConfig(
         tensor=tensor_model_parallel_size,
         pipeline=pipeline_model_parallel_size,

@@ -190,6 +190,13 @@ def test_megatron_getters(ranks):
     assert got == [(2.0, (2, 2, 1), (r % 2, r // 2)) for r in range(4)]
 
 
+def test_virtual_stages_are_the_schedules():
+    """As Megatron's third argument."""
+    with pytest.raises(ValueError, match=r"virtual_pipeline_model_parallel_size=2.*gpt_stages.*core.interop.megatron"):
+        parallel_state.initialize_model_parallel(1, 2, 2)
+    assert not parallel_state.model_parallel_is_initialized()
+
+
 def uninitialized():
     with pytest.raises(ValueError, match="2 processes but no parallel state"):
         parallel_state.current_state()
