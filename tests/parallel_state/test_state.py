@@ -192,7 +192,7 @@ def test_megatron_getters(ranks):
 
 def test_virtual_stages_are_the_schedules():
     """As Megatron's third argument."""
-    with pytest.raises(ValueError, match=r"virtual_pipeline_model_parallel_size=2.*gpt_stages.*core.interop.megatron"):
+    with pytest.raises(ValueError, match=r"virtual_pipeline_model_parallel_size=2.*gpt_stages.*interop"):
         parallel_state.initialize_model_parallel(1, 2, 2)
     assert not parallel_state.model_parallel_is_initialized()
 
