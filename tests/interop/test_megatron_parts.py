@@ -329,8 +329,10 @@ def test_a_layer_refuses_an_argument_that_asks_for_something_else(state, name):
     [
         ("optimizer.muon", "use build_optimizer(shard, OptimizerConfig(optimizer='muon')) of core.optimizer; "),
         ("transformer.moe.router", "use num_moe_experts of TransformerConfig and core.models.gpt.moe_spec"),
+        ("tensor_parallel.cross_entropy", "use vocab_parallel_cross_entropy of tensor_parallel; "),
+        ("optimizer.clip_grads", "use clip_grad_norm_"),
         ("models.common.embeddings", "use GPTModel's parts of core.models.gpt"),
-        ("somewhere", "docs/from_megatron.md has all names"),
+        ("somewhere", "docs/from_megatron.md has the names that are"),
     ],
 )
 def test_a_module_that_is_not_here_says_what_to_use(module, remedy):

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import NoReturn
 
 _HERE = "core.interop.megatron."
-_PAGE = "docs/from_megatron.md has all names"
+_PAGE = "docs/from_megatron.md has the names that are"
 _EXPERTS = (
     "num_moe_experts of TransformerConfig and core.models.gpt.moe_spec (docs/concepts/experts.md)"
 )
@@ -20,6 +20,7 @@ _NO_BUFFER = "leave it out: there is no global buffer"
 _CHUNK = "leave it out: the stages that initialize_model_parallel and the schedule lay out know their chunk"
 _RANKS = "leave it out: layouts say which ranks hold an embedding"
 _PROFILER = "torch.profiler"
+_STEP = "get_forward_backward_func(), which gives the one that fits"
 _SHARDED = (
     "set_layout(parameter, Layout(shape, split)) of core.parallel_state; sharded_state_dict derives "
     "the rest"
@@ -56,6 +57,9 @@ _INSTEAD = {
     "optimizer.distrib_optimizer": "OptimizerConfig(use_distributed_optimizer=True) of "
     "core.interop.megatron.optimizer",
     "optimizer.cpu_offloading": "offload=Offload(...) of core.optimizer.build_optimizer",
+    "tensor_parallel.cross_entropy": "vocab_parallel_cross_entropy of tensor_parallel",
+    "pipeline_parallel.p2p_communication": "leave it out: get_forward_backward_func() sends activations",
+    "optimizer.clip_grads": "clip_grad_norm_ and get_grad_norm of core.optimizer",
     "fp8_utils": "fp8 and fp8_recipe of TransformerConfig",
     "rerun_state_machine": "leave it out: no step is run again",
 }
@@ -100,6 +104,30 @@ _NAMES = {
     ("parallel_state", "get_global_memory_buffer"): _NO_BUFFER,
     ("parallel_state", "destroy_global_memory_buffer"): _NO_BUFFER,
     ("parallel_state", "_set_global_memory_buffer"): _NO_BUFFER,
+    ("parallel_state", "get_virtual_pipeline_model_parallel_rank"): _CHUNK,
+    (
+        "parallel_state",
+        "get_tensor_and_context_parallel_group",
+    ): "ParallelState.mesh_for('cp', 'tp')",
+    (
+        "parallel_state",
+        "is_rank_in_embedding_group",
+    ): "is_pipeline_first_stage() or is_pipeline_last_stage()",
+    (
+        "utils",
+        "is_last_rank",
+    ): "torch.distributed.get_rank() == torch.distributed.get_world_size() - 1",
+    ("utils", "init_method_normal"): "init_method_std of TransformerConfig",
+    (
+        "utils",
+        "check_param_hashes_across_dp_replicas",
+    ): "check_replicas() of core.data_parallel.DataParallel, data_parallel.check_replicas_every of a run",
+    ("pipeline_parallel.schedules", "forward_backward_no_pipelining"): _STEP,
+    ("pipeline_parallel.schedules", "forward_backward_pipelining_with_interleaving"): _STEP,
+    ("pipeline_parallel.schedules", "forward_backward_pipelining_without_interleaving"): _STEP,
+    ("tensor_parallel", "cross_entropy"): "vocab_parallel_cross_entropy of tensor_parallel",
+    ("dist_checkpointing.mapping", "ShardedTensorFactory"): _SHARDED,
+    ("dist_checkpointing", "check_is_distributed_checkpoint"): "load, which says what a folder is",
     ("utils", "configure_nvtx_profiling"): _PROFILER,
     ("utils", "nvtx_range_push"): _PROFILER,
     ("utils", "nvtx_range_pop"): _PROFILER,

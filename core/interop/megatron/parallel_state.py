@@ -149,6 +149,22 @@ def get_tensor_model_parallel_src_rank() -> int:
     return current_state().grid.members(current_state().rank, "tp")[0]
 
 
+def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
+    """Global rank of the first of this rank's data-parallel group."""
+    group = "dp-cp" if with_context_parallel else "dp"
+    return current_state().grid.members(current_state().rank, group)[0]
+
+
+def get_pipeline_model_parallel_first_rank() -> int:
+    """Global rank of this rank's first pipeline stage."""
+    return current_state().grid.members(current_state().rank, "pp")[0]
+
+
+def get_pipeline_model_parallel_last_rank() -> int:
+    """Global rank of this rank's last pipeline stage."""
+    return current_state().grid.members(current_state().rank, "pp")[-1]
+
+
 def get_embedding_group() -> Any:
     """The torch group of the pipeline's ends, over which a tied table's gradient is summed."""
     return current_state().torch_group("embedding").process_group

@@ -52,8 +52,9 @@ NAMED = {
 }
 
 
-# torch's names that do not look alike, in small letters and without "Schedule"
+# torch's and Megatron's names that do not look alike, in small letters and without "Schedule"
 _TORCHS = {"zbvzerobubble": "zb-v", "interleavedzerobubble": "interleaved-zb"}
+_TORCHS |= {"interleaved": "interleaved-1f1b", "vpp": "interleaved-1f1b"}
 
 
 def _look_up(name: str) -> Named:

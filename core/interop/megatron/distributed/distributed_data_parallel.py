@@ -221,6 +221,15 @@ class DistributedDataParallel(nn.Module):
     def start_grad_sync(self, *unused: Any) -> None:
         """Does nothing: `finish_grad_sync` sums everything."""
 
+    def start_param_sync(self, *unused: Any, **options: Any) -> None:
+        """Does nothing: weights are brought before the forward that needs them (`overlap_param_gather`)."""
+
+    def enable_forward_pre_hook(self) -> None:
+        """Does nothing: see `start_param_sync`."""
+
+    def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
+        """Does nothing: see `start_param_sync`."""
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Does nothing: gradients add up until `finish_grad_sync` anyway."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.interop.megatron.absent import absent_names
 from core.interop.megatron.distributed import DistributedDataParallel
 from core.interop.megatron.utils import unwrap_model
 from core.parallel_state import current_state
@@ -84,3 +85,6 @@ def _counting(forward_step: ForwardStep, counts: list[Tensor]) -> ForwardStep:
 def get_forward_backward_func(*sizes: Any, **more: Any) -> Callable[..., list[Any]]:
     """Megatron's entry point; one function serves every layout."""
     return forward_backward
+
+
+__getattr__ = absent_names(__name__)

@@ -1,5 +1,6 @@
 """Megatron's `tensor_parallel` over ours: layers that draw by `init_method`, mappings over the current group."""
 
+from core.interop.megatron.absent import absent_names
 from core.interop.megatron.tensor_parallel.layers import (
     ColumnParallelLinear as ColumnParallelLinear,
 )
@@ -39,3 +40,5 @@ from core.interop.megatron.tensor_parallel.random import (
     model_parallel_cuda_manual_seed as model_parallel_cuda_manual_seed,
 )
 from core.interop.megatron.tensor_parallel.utils import broadcast_data as broadcast_data
+
+__getattr__ = absent_names(__name__)

@@ -104,6 +104,7 @@ _ANSWERS = {
     "replication_factor": "not here: give checkpoint.every, each step is saved whole",
     "iterations_to_skip": "not here: optimizer.skip_grad_norm_above skips updates whose norm is a spike",
     "num_distributed_optimizer_instances": "give parallel.replicate, the copies of what zero_stage divides",
+    "eval_micro_batch_size": "leave it out: validation takes training.micro_batch_size",
     "full_validation": "give training.eval_batches, as many as data.valid has",
     "multiple_validation_sets": "give data.valid one blend, and python -m core.training.evaluate RUN --data TEXT "
     "for each of the others",
@@ -128,6 +129,8 @@ is_hybrid_model hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern 
 mamba_head_dim mamba_num_groups mamba_num_heads linear_attention_freq attention_output_gate
 experimental_attention_variant heterogeneous_layers_config_path num_classes output_bert_embeddings
 bert_embedder_type retro_workdir enable_experimental softmax_type
+no_one_logger disable_straggler_on_startup use_sharp nccl_communicator_config_path disable_gloo_process_groups
+tp_comm_overlap_ag moe_router_padding_for_fp8 encoder_tensor_model_parallel_size moe_hybridep_num_sms s3_cache_path
 """
 
 # what there is nothing to give for -> why
@@ -136,7 +139,7 @@ _LEAVE_OUT = {
         "masked_softmax_fusion bias_gelu_fusion no_bias_gelu_fusion bias_swiglu_fusion "
         "no_bias_swiglu_fusion bias_dropout_fusion no_bias_dropout_fusion no_rope_fusion "
         "apply_rope_fusion no_persist_layer_norm cross_entropy_loss_fusion "
-        "cross_entropy_fusion_impl moe_permute_fusion"
+        "cross_entropy_fusion_impl moe_permute_fusion moe_router_fusion"
     ),
     "torch's scaled_dot_product_attention chooses the kernel": (
         "attention_backend attention_softmax_in_fp32"
@@ -144,7 +147,8 @@ _LEAVE_OUT = {
     "a checkpoint holds the whole run, in one format that opens under every layout": (
         "ckpt_format dist_ckpt_format use_dist_ckpt auto_detect_ckpt_format ckpt_convert_format "
         "ckpt_fully_parallel_save ckpt_fully_parallel_load ckpt_assume_constant_structure "
-        "use_persistent_ckpt_worker dist_ckpt_strictness no_save_optim no_save_rng"
+        "use_persistent_ckpt_worker dist_ckpt_strictness no_save_optim no_save_rng "
+        "no_ckpt_fully_parallel_save ckpt_convert_save"
     ),
     "settings are those of this run, and what differs from the checkpoint's is told": (
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler use_checkpoint_args "
@@ -172,7 +176,8 @@ _LEAVE_OUT = {
         "defer_embedding_wgrad_compute"
     ),
     "layers are divided into stages by their cost": (
-        "decoder_first_pipeline_num_layers standalone_embedding_stage "
+        "decoder_first_pipeline_num_layers num_layers_in_first_pipeline_stage "
+        "num_layers_in_last_pipeline_stage standalone_embedding_stage "
         "decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
     ),
@@ -188,7 +193,7 @@ _LEAVE_OUT = {
     "rows are drawn in an order that data.seed decides, and no index is built": (
         "mmap_bin_files dataloader_type data_cache_path no_mmap_bin_files "
         "no_create_attention_mask_in_dataloader create_attention_mask_in_dataloader data_impl "
-        "num_dataset_builder_threads"
+        "num_dataset_builder_threads mid_level_dataset_surplus"
     ),
     "training.profile is torch's profiler, on every rank": "use_pytorch_profiler profile_ranks",
     "metrics.jsonl has times, training.tensorboard every record": (
