@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -87,3 +88,33 @@ def test_values_out_of_range_are_refused(single, style, where, value, message):
     given[where][0, 1] = value
     with pytest.raises(ValueError, match=message):
         model(**given)
+
+
+def told_of_labels(model, tokens, labels):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(tokens, labels=labels).sum()
+    return [str(one.message) for one in told if "labels equal tokens" in str(one.message)]
+
+
+@pytest.mark.parametrize("ignored", ["nothing", "prompt", "padding", "a row's tail", "a row"])
+def test_labels_that_are_not_shifted_are_told_whatever_is_left_out(single, ignored):
+    tokens = batch()[0]
+    labels = tokens.clone()
+    places = {"prompt": (slice(None), slice(3)), "padding": (slice(None), slice(-3, None)), "a row": (0,)}
+    places["a row's tail"] = (0, slice(-3, None))
+    if ignored in places:
+        labels[places[ignored]] = -100
+    assert len(told_of_labels(gpt(parallel=single), tokens, labels)) == 1
+
+
+def test_labels_that_may_be_shifted_are_not_told(single):
+    tokens, labels = batch()
+    assert not told_of_labels(gpt(parallel=single), tokens, labels.index_fill(1, torch.arange(3), -100))
+    # a text that repeats one token, where both are the same
+    assert not told_of_labels(gpt(parallel=single), torch.full_like(tokens, 3), torch.full_like(tokens, 3))
+    # nothing counts, or too little to say anything
+    few = torch.full_like(tokens, -100)
+    assert not told_of_labels(gpt(parallel=single), tokens, few.clone())
+    few[0, 1] = tokens[0, 1]
+    assert not told_of_labels(gpt(parallel=single), tokens, few)

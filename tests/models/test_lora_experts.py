@@ -68,7 +68,9 @@ def saved(model, directory):
 def test_adapters_that_peft_takes_for_those_of_experts_are_refused(tmp_path):
     """peft turns targets named gate_proj, up_proj, down_proj into the experts' stacks, and loads none of the others."""
     whole = saved(adapted(ParallelState.single("cpu")), tmp_path / "whole")
-    with pytest.raises(ValueError, match=r"0\.mlp\.down_proj has adapters, .* in Glm4Moe.* takes down_proj, gate_proj"):
+    with pytest.raises(
+        ValueError, match=r"0\.mlp\.down_proj has adapters, .* in Glm4Moe.* takes down_proj, gate_proj"
+    ):
         export_adapters(whole, tmp_path / "peft")
     assert not (tmp_path / "peft").exists()
     model = of_kind("glm4_moe")

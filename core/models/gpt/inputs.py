@@ -12,6 +12,8 @@ from core.parallel_state.environment import reading_waits
 
 # bytes of a message that context ranks tell each other
 _TOLD = 512
+# labels by which it can be said that none is shifted
+_FEWEST = 4
 
 
 def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
@@ -79,6 +81,15 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
             f"tokens must be [b, s], got {tuple(tokens.shape)}; one sequence is tokens[None]"
         )
     _check_range("tokens", tokens, vocab_size)
+
+
+def _are_unshifted(tokens: Tensor, labels: Tensor) -> bool:
+    """Whether all labels that count are the tokens of their own places, and not the next ones as well."""
+    counts = labels != -100
+    # a text that repeats one token has both; of fewer labels nothing can be said
+    following = counts[:, :-1] & (labels[:, :-1] != tokens[:, 1:])
+    is_own = labels == tokens
+    return bool((is_own | ~counts).all() & (counts.sum() >= _FEWEST) & following.any())
 
 
 def check_optional(
@@ -264,11 +275,11 @@ class FirstInputs:
         """Warns: labels that are the tokens, a mask that lets tokens see later ones."""
         if labels is not None and tokens is not None and not self._labels_seen:
             self._labels_seen = True
-            if torch.equal(labels, tokens.to(labels.dtype)):
+            if _are_unshifted(tokens, labels):
                 warnings.warn(
-                    "labels equal tokens: labels are the next tokens here, already shifted, as Megatron has them "
+                    "labels equal tokens wherever they are not -100: labels are the next tokens here, already shifted, as Megatron has them "
                     "(Hugging Face shifts inside). A model of these learns to copy: give tokens[:, :-1] and "
-                    "labels=tokens[:, 1:]",
+                    "labels=tokens[:, 1:] (where prompts or padding are -100: labels[:, 1:])",
                     stacklevel=4,
                 )
         if attention_mask is not None and not self._mask_seen:

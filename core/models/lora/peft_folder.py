@@ -85,9 +85,7 @@ def export_adapters(
     return len(factors)
 
 
-def _form(
-    checkpoint: str | Path, run: Mapping[str, Any], source: str | Path | None
-) -> FolderForm:
+def _form(checkpoint: str | Path, run: Mapping[str, Any], source: str | Path | None) -> FolderForm:
     """Whose names the adapters get: one model may be several families', which fuse their linears differently."""
     described_as: Any = run.get("model")
     if source is not None:
