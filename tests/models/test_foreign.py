@@ -90,6 +90,24 @@ def test_values_out_of_range_are_refused(single, style, where, value, message):
         model(**given)
 
 
+def test_a_mask_of_hugging_faces_is_answered(single):
+    """Of padding on the right none is needed; on the left what is told gives the numbers of the rows alone."""
+    model, (tokens, labels) = gpt("llama", parallel=single).eval(), batch()
+    s = tokens.shape[1]
+    attention_mask = torch.ones_like(tokens)
+    attention_mask[0, -3:] = 0
+    with pytest.raises(ValueError, match="Padding on the right needs none: leave attention_mask out, and have -100"):
+        model(tokens, attention_mask=attention_mask)
+    attention_mask = attention_mask.flip(1)
+    with pytest.raises(ValueError, match=r"on the left give ~attention_mask\.bool\(\)\[:, None, None, :\]"):
+        model(tokens, attention_mask=attention_mask)
+    mask = ~attention_mask.bool()[:, None, None, :] | torch.ones(s, s, dtype=torch.bool).triu(1)
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    found = model(tokens, positions, mask, labels)
+    assert (found[0, 3:] - model(tokens[:1, 3:], labels=labels[:1, 3:])).abs().max() < 1e-6
+    assert (found[1] - model(tokens, labels=labels)[1]).abs().max() < 1e-6 and found.isfinite().all()
+
+
 def told_of_labels(model, tokens, labels):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

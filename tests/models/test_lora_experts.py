@@ -66,7 +66,7 @@ def saved(model, directory):
 
 
 def test_adapters_that_peft_takes_for_those_of_experts_are_refused(tmp_path):
-    """peft turns targets named gate_proj, up_proj, down_proj into the experts' stacks, and loads none of the others."""
+    """peft turns targets named gate_proj, up_proj, down_proj into the experts' stacks, and loads no other of them."""
     whole = saved(adapted(ParallelState.single("cpu")), tmp_path / "whole")
     with pytest.raises(
         ValueError, match=r"0\.mlp\.down_proj has adapters, .* in Glm4Moe.* takes down_proj, gate_proj"

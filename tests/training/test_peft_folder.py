@@ -1,4 +1,4 @@
-"""Adapters of a family whose linears are fused as ours are (Phi-3): in the names that its model has in transformers."""
+"""Adapters of a family whose linears are fused as ours are (Phi-3): named as its model in transformers has them."""
 
 import json
 import shutil

@@ -27,7 +27,7 @@ class ModelConfig:
     """A model: a preset, a Hugging Face folder, or a style with sizes; `transformer()` spells it out.
 
     A field that is None is the preset's or the folder's, else that of a small Llama. Fields given beside a preset
-    change it; beside a folder they are refused.
+    change it; beside a folder they are refused, but for dropout.
     Raises ValueError: an unknown name, fields that contradict each other.
     """
 
@@ -283,7 +283,8 @@ class ModelConfig:
     def transformer(self) -> TransformerConfig:
         """The model's TransformerConfig. Raises ValueError with every mistake."""
         if self._folder is not None:
-            return replace(self._folder.config, **self._fp8)
+            dropout = model_facts.dropout_given(vars(self))
+            return replace(self._folder.config, **self._fp8, **dropout)
         return TransformerConfig(
             **model_facts.transformer_arguments(vars(self)), params_dtype=self.dtype, **self._fp8
         )
@@ -351,7 +352,7 @@ class ModelConfig:
     def resolved(self) -> dict[str, Any]:
         """Field -> value of the facts that nobody gave. Raises ValueError: a folder without them."""
         if self._folder is not None:
-            facts = model_facts.of_folder(self._folder)
+            facts = model_facts.of_folder(replace(self._folder, config=self.transformer()))
         else:
             facts = model_facts.plain(vars(self))
         return {
