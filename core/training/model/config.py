@@ -319,9 +319,13 @@ class ModelConfig:
                 model = "model.vocab_size"
             else:
                 model = f"model.huggingface={self.huggingface}"
+            added = ""
+            if self._folder is not None:
+                added = "; where tokens were added to it, transformers' model.resize_token_embeddings(len(tokenizer))"
+                added += " before save_pretrained makes their rows"
             raise ValueError(
                 f"the tokenizer has {tokens} tokens, the embedding of {model} has {rows} rows; use the tokenizer "
-                "that the model was made with, and prepare the text with it"
+                f"that the model was made with, and prepare the text with it{added}"
             )
         return rows
 
