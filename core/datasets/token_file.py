@@ -61,6 +61,13 @@ class TokenFile:
                 remedy = f"make it with `python -m core.datasets.prepare --output {prefix}`"
                 if self.prefix.endswith((".bin", ".idx")) and Path(prefix).is_file():
                     remedy = f"give {self.prefix[:-4]}, what their names begin with"
+                elif Path(prefix).exists():
+                    # a text, or a folder of texts
+                    remedy = (
+                        f"{prefix} itself is there, and not prepared: data.train={prefix} takes a text, or a folder "
+                        f"of them, as it is; `python -m core.datasets.prepare --input {prefix} --output PREFIX` "
+                        "makes a token file"
+                    )
                 elif Path(prefix).suffix and not any(map(Path.exists, file_paths(prefix))):
                     # the name of a text, which nobody prepares under its own name
                     raise FileNotFoundError(

@@ -352,6 +352,16 @@ def test_inspect_of_what_does_not_open(text, tmp_path, capsys):
     assert "a.bin was changed" in capsys.readouterr().err
 
 
+def test_inspect_of_a_text_says_that_it_is_one(tmp_path, capsys):
+    (tmp_path / "chats.jsonl").write_text("{}\n")
+    (tmp_path / "saved").mkdir()
+    for name in ("chats.jsonl", "saved"):
+        path = tmp_path / name
+        assert inspect.main([str(path)]) == 1
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"{path} itself is there, and not prepared: data.train={path} takes a text" in said
+
+
 def test_inspect_of_a_hugging_face_folder(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     assert inspect.main([str(tmp_path)]) == 1

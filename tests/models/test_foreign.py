@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -87,3 +88,51 @@ def test_values_out_of_range_are_refused(single, style, where, value, message):
     given[where][0, 1] = value
     with pytest.raises(ValueError, match=message):
         model(**given)
+
+
+def test_a_mask_of_hugging_faces_is_answered(single):
+    """Of padding on the right none is needed; on the left what is told gives the numbers of the rows alone."""
+    model, (tokens, labels) = gpt("llama", parallel=single).eval(), batch()
+    s = tokens.shape[1]
+    attention_mask = torch.ones_like(tokens)
+    attention_mask[0, -3:] = 0
+    with pytest.raises(ValueError, match="Padding on the right needs none: leave attention_mask out, and have -100"):
+        model(tokens, attention_mask=attention_mask)
+    attention_mask = attention_mask.flip(1)
+    with pytest.raises(ValueError, match=r"on the left give ~attention_mask\.bool\(\)\[:, None, None, :\]"):
+        model(tokens, attention_mask=attention_mask)
+    mask = ~attention_mask.bool()[:, None, None, :] | torch.ones(s, s, dtype=torch.bool).triu(1)
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    found = model(tokens, positions, mask, labels)
+    assert (found[0, 3:] - model(tokens[:1, 3:], labels=labels[:1, 3:])).abs().max() < 1e-6
+    assert (found[1] - model(tokens, labels=labels)[1]).abs().max() < 1e-6 and found.isfinite().all()
+
+
+def told_of_labels(model, tokens, labels):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model(tokens, labels=labels).sum()
+    return [str(one.message) for one in told if "labels equal tokens" in str(one.message)]
+
+
+@pytest.mark.parametrize("ignored", ["nothing", "prompt", "padding", "a row's tail", "a row"])
+def test_labels_that_are_not_shifted_are_told_whatever_is_left_out(single, ignored):
+    tokens = batch()[0]
+    labels = tokens.clone()
+    places = {"prompt": (slice(None), slice(3)), "padding": (slice(None), slice(-3, None)), "a row": (0,)}
+    places["a row's tail"] = (0, slice(-3, None))
+    if ignored in places:
+        labels[places[ignored]] = -100
+    assert len(told_of_labels(gpt(parallel=single), tokens, labels)) == 1
+
+
+def test_labels_that_may_be_shifted_are_not_told(single):
+    tokens, labels = batch()
+    assert not told_of_labels(gpt(parallel=single), tokens, labels.index_fill(1, torch.arange(3), -100))
+    # a text that repeats one token, where both are the same
+    assert not told_of_labels(gpt(parallel=single), torch.full_like(tokens, 3), torch.full_like(tokens, 3))
+    # nothing counts, or too little to say anything
+    few = torch.full_like(tokens, -100)
+    assert not told_of_labels(gpt(parallel=single), tokens, few.clone())
+    few[0, 1] = tokens[0, 1]
+    assert not told_of_labels(gpt(parallel=single), tokens, few)

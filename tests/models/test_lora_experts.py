@@ -6,19 +6,18 @@ import warnings
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from core.data_parallel import DataParallel
 from core.dist_checkpointing import save
 from core.models.gpt import GPTModel
 from core.models.gpt.description import description
-from core.models.huggingface import from_huggingface, load_huggingface
+from core.models.huggingface import from_huggingface
 from core.models.lora import LoraConfig, apply_lora, lora_state_dict
 from core.models.lora.peft_folder import export_adapters
 from core.parallel_state import ParallelState
 from core.pipeline import SingleStage
 from core.training import RunConfig, initialize, next_token_loss
-from tests.models.huggingface import TODAY, random_model
+from tests.models.huggingface import TODAY
 from tests.models.lora import set_b
 from tests.parity.shards import whole_gradients
 from tests.parity.whole import assert_same
@@ -60,31 +59,26 @@ def test_dense_and_shared_linears_on_every_layout(ranks, sizes):
         assert_same(found, want)
 
 
-def test_peft_names_of_layers_of_two_kinds(tmp_path):
-    theirs = random_model(TODAY["glm4_moe"]())
-    model = adapted(ParallelState.single("cpu"))
-    load = {name: tensor for name, tensor in theirs.state_dict().items()}
-    plain = GPTModel(
-        **from_huggingface(theirs.config, params_dtype=torch.float64).arguments(), parallel=model.parallel
-    )
-    load_huggingface(plain, load)
-    own = dict(model.named_parameters())
-    with torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            own[name].copy_(parameter)
-    run = {"model": description(model), "lora": LORA.facts()}
-    save({"model": lora_state_dict(model.sharded_state_dict(), model)}, tmp_path / "ckpt", run=run)
-    export_adapters(tmp_path / "ckpt", tmp_path / "peft")
-    factors = load_file(tmp_path / "peft" / "adapter_model.safetensors")
-    names = {name.removeprefix("base_model.model.").rsplit(".lora_", 1)[0] for name in factors}
-    assert "model.layers.0.mlp.gate_proj" in names and "model.layers.3.mlp.shared_experts.up_proj" in names
-    for name in names:
-        a, b = (factors[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
-        load[f"{name}.weight"] = load[f"{name}.weight"] + LORA.scale * b @ a
-    load_huggingface(plain, load)
-    tokens = torch.arange(8)[None]
-    plain.eval(), model.eval()
-    assert (plain(tokens) - model(tokens)).abs().max() < 1e-9
+def saved(model, directory):
+    run = {"model": description(model), "lora": model.lora.facts()}
+    save({"model": lora_state_dict(model.sharded_state_dict(), model)}, directory, run=run)
+    return directory
+
+
+def test_adapters_that_peft_takes_for_those_of_experts_are_refused(tmp_path):
+    """peft turns targets named gate_proj, up_proj, down_proj into the experts' stacks, and loads no other of them."""
+    whole = saved(adapted(ParallelState.single("cpu")), tmp_path / "whole")
+    with pytest.raises(
+        ValueError, match=r"0\.mlp\.down_proj has adapters, .* in Glm4Moe.* takes down_proj, gate_proj"
+    ):
+        export_adapters(whole, tmp_path / "peft")
+    assert not (tmp_path / "peft").exists()
+    model = of_kind("glm4_moe")
+    apply_lora(model, LoraConfig(rank=2, modules=("linear_qkv", "linear_proj")))
+    assert export_adapters(saved(model, tmp_path / "attention"), tmp_path / "peft") == 4 * 4 * 2
+    model = of_kind("mixtral")  # its experts have other names, and no MLPs stand beside them
+    apply_lora(model, LoraConfig(rank=2, modules=("linear_qkv", "linear_proj")))
+    export_adapters(saved(model, tmp_path / "mixtral"), tmp_path / "peft_mixtral")
 
 
 def of_kind(kind):

@@ -13,6 +13,7 @@ from core.autograd import apply_recompute
 from core.models.gpt import GPTModel, llama_config, llama_spec
 from core.models.gpt.their_methods import ELSEWHERE
 from core.models.huggingface import load_huggingface, save_huggingface
+from core.models.lora import LoraConfig, apply_lora, merge_lora
 from core.parallel_state import ParallelState
 from core.training import RunConfig, initialize
 from core.training.generate import generate
@@ -62,8 +63,15 @@ def test_what_is_named_instead_is_there(tmp_path):
     assert model.embedding.word_embeddings is not None and model.output_layer is not None
     assert len(generate(model, [1, 2], new_tokens=2)) == 4
     apply_recompute(model, "layer", stage=model.stage)
+    apply_lora(model, LoraConfig(rank=2))
+    merge_lora(model)
     assert callable(load_huggingface) and callable(save_huggingface) and callable(initialize)
     assert RunConfig.from_dict({"optimizer.lr": 1e-3}).optimizer.lr == 1e-3
+
+
+def test_a_module_in_the_place_of_weights_is_told():
+    with pytest.raises(ValueError, match=r"weights is a module, Linear; give its state_dict\(\), or the folder"):
+        load_huggingface(small(), nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(

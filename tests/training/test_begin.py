@@ -353,7 +353,6 @@ def test_a_folder_that_cannot_be_trained_is_refused_before_any_process_group(mad
 GIVEN_TWICE = {
     "model__hidden_size": (64, "model.hidden_size=64 is given beside model.huggingface="),
     "model__windows": (["8"], "model.windows=('8',) is given beside model.huggingface="),
-    "model__dropout": (0.1, "model.dropout=0.1 is given beside model.huggingface="),
     "model__preset": ("llama-8b", "and model.preset=llama-8b are 2 models for one run"),
     "model__build": ("a:b", "and model.build=a:b are 2 models for one run"),
     "data__tokenizer": ("elsewhere/tokenizer.json", "data.tokenizer=elsewhere/tokenizer.json is given beside model"),
@@ -368,6 +367,15 @@ def test_what_the_folder_says_is_not_said_again(made, name):
     with pytest.raises(ValueError) as error:
         RunConfig.from_dict(fields_of(made, "qwen3", **changed)).check(1)
     assert message in str(error.value)
+
+
+def test_dropout_says_how_a_folder_is_trained_not_what_it_is(made):
+    run = RunConfig.from_dict(fields_of(made, "qwen3", model__dropout=0.25, model__attention_dropout=0.0)).check(1)
+    config = run.model.transformer()
+    assert (config.hidden_dropout, config.attention_dropout) == (0.25, 0.0)
+    assert run.resolved()["model.hidden_dropout"] == 0.25
+    config = RunConfig.from_dict(fields_of(made, "qwen3")).model.transformer()
+    assert (config.hidden_dropout, config.attention_dropout) == (0.0, 0.0), "as config.json says"
 
 
 def test_a_text_of_another_tokenizer_is_refused(made, tmp_path):

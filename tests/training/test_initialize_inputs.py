@@ -4,10 +4,13 @@ import importlib
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from torch import nn
 
 import core
 from core.training import RunConfig, initialize
+from tests.training.test_begin import SIZES
 from tests.training.test_initialize import settings, squared_error
 from tests.training.tiny import S, prepared
 
@@ -15,6 +18,36 @@ from tests.training.tiny import S, prepared
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     return prepared(tmp_path_factory.mktemp("corpus"))
+
+
+class OwnBatches:
+    """Tokens of a text of one's own, which no file holds."""
+
+    def batch(self, step, rank=0, size=1):
+        tokens = torch.arange(2 * (S + 1)).view(2, S + 1)[rank::size] % 290
+        return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def test_batches_of_ones_own_beside_a_folder_need_no_text(tmp_path):
+    """Neither the default corpus nor a tokenizer; without batches the corpus is refused."""
+    torch.manual_seed(2)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES)).float()
+    theirs.save_pretrained(tmp_path / "hf")
+    config = {
+        "model": {"huggingface": str(tmp_path / "hf")},
+        "data": {"sequence_length": S},
+        "training": {"global_batch_size": 2, "train_steps": 1},
+        "device": "cpu",
+    }
+    model, _, _, loader = initialize(config=config, batches=OwnBatches())
+    (batch,) = loader
+    with torch.no_grad():
+        logits = theirs(batch["tokens"]).logits
+    want = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    assert float(model.train_step(batch).loss) == pytest.approx(float(want), abs=1e-5)
+    model.close()
+    with pytest.raises(ValueError, match="the default corpus another one; prepare your text"):
+        initialize(config=config)
 
 
 class TokenModel(nn.Module):

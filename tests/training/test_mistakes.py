@@ -295,6 +295,8 @@ def test_settings_without_effect_are_told():
     assert (
         told.startswith("lora.alpha=32.0 has no effect: without lora.rank") and "all of the model is trained" in told
     )
+    (told,) = load_run(["--lora.alpha", "16"]).unused()
+    assert told.startswith("lora.alpha=16.0 has no effect: without lora.rank"), "the default, typed"
     assert load_run(["--lora.alpha", "32", "--lora.rank", "8"]).unused() == []
     assert load_run([]).unused() == [] and load_run(["--checkpoint.keep-last", "3"]).unused() == [], "the default"
 

@@ -1,5 +1,6 @@
 """A run that learns from preferences: what it tells, how it goes on with the same reference, what it refuses."""
 
+import math
 import re
 
 import pytest
@@ -201,6 +202,18 @@ def test_files_of_another_objective_are_named(data, tmp_path, capsys):
             "its run: its training.eval_interval tells them, and a checkpoint alone has none; give --data: text, "
             "chats, or prompts with a response"
         )
+
+
+def test_dropout_is_told_beside_a_reference_without(data, capsys):
+    losses, _ = trained(data, training__train_steps=1)
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and "dropout" not in capsys.readouterr().out
+    losses, _ = trained(data, training__train_steps=1, model__hidden_dropout=0.2)
+    assert losses[0] != pytest.approx(math.log(2), abs=1e-4)
+    (told,) = [line for line in capsys.readouterr().out.splitlines() if "dropout" in line]
+    assert told.startswith("note: model.hidden_dropout=0.2: rewards compare a model with dropout and a reference")
+    assert "; --model.hidden-dropout 0 does that" in told
+    trained(data, training__train_steps=1, lora__rank=2, lora__dropout=0.1)
+    assert "note: lora.dropout=0.1: rewards" in capsys.readouterr().out
 
 
 def test_rows_that_are_chats_as_well_are_chats(data, tmp_path):

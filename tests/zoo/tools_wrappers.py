@@ -105,6 +105,21 @@ def copying(model):
     model(tokens, labels=tokens).sum().backward()
 
 
+def copying_answers(model):
+    """Labels as Hugging Face's collators make them: the tokens, -100 on a prompt and on padding."""
+    tokens, _ = batch()
+    labels = tokens.clone()
+    labels[:, :3] = labels[0, -2:] = -100
+    model(tokens, labels=labels).sum().backward()
+
+
+def shifted_answers(model):
+    tokens, labels = batch()
+    labels = labels.clone()
+    labels[:, :3] = labels[0, -2:] = -100
+    model(tokens, labels=labels).sum().backward()
+
+
 def future_visible(model):
     tokens, labels = batch()
     mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
@@ -240,6 +255,14 @@ CASES = [
         r"labels=tokens\[:, 1:\]",
         remedy="`model(tokens[:, :-1], labels=tokens[:, 1:])`",
     ),
+    Case(
+        "The same with -100 on prompts or padding, as Hugging Face's collators make them",
+        gradients(copying_answers),
+        "told",
+        r"labels\[:, 1:\]",
+        remedy="`model(tokens[:, :-1], labels=labels[:, 1:])`",
+    ),
+    Case("Shifted labels with -100 on prompts or padding", gradients(shifted_answers)),
     Case(
         "A mask of one's own that is not causal",
         gradients(future_visible),

@@ -12,6 +12,8 @@ from core.parallel_state.environment import reading_waits
 
 # bytes of a message that context ranks tell each other
 _TOLD = 512
+# labels by which it can be said that none is shifted
+_FEWEST = 4
 
 
 def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
@@ -81,6 +83,15 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
     _check_range("tokens", tokens, vocab_size)
 
 
+def _are_unshifted(tokens: Tensor, labels: Tensor) -> bool:
+    """Whether all labels that count are the tokens of their own places, and not the next ones as well."""
+    counts = labels != -100
+    # a text that repeats one token has both; of fewer labels nothing can be said
+    following = counts[:, :-1] & (labels[:, :-1] != tokens[:, 1:])
+    is_own = labels == tokens
+    return bool((is_own | ~counts).all() & (counts.sum() >= _FEWEST) & following.any())
+
+
 def check_optional(
     b: int,
     s: int,
@@ -100,7 +111,7 @@ def check_optional(
         if attention_mask.dtype != torch.bool or shape not in ((b, 1, s, s), (1, 1, s, s)):
             raise ValueError(
                 f"attention_mask must be bool [{b}, 1, {s}, {s}] with True = masked out, got {attention_mask.dtype} "
-                f"{shape}; None is causal"
+                f"{shape}; None is causal{_of_padding(attention_mask, b, s)}"
             )
     if labels is not None and (labels.dtype != torch.int64 or tuple(labels.shape) != (b, s)):
         is_other_integer = labels.dtype != torch.int64 and not labels.is_floating_point()
@@ -108,6 +119,19 @@ def check_optional(
         raise ValueError(
             f"labels must be int64 [b, s] = {(b, s)}, got {labels.dtype} {tuple(labels.shape)}{remedy}"
         )
+
+
+def _of_padding(mask: Tensor, b: int, s: int) -> str:
+    """What is said of a mask [b, s] as Hugging Face gives it, 1 where a token is; empty: it is another."""
+    if tuple(mask.shape) != (b, s):
+        return ""
+    if mask.bool()[:, 0].all():
+        return ". Padding on the right needs none: leave attention_mask out, and have -100 in labels where it is 0"
+    return (
+        ". Pad on the right, which needs no mask (-100 in labels); for padding on the left give "
+        "~attention_mask.bool()[:, None, None, :] | torch.ones(s, s, dtype=torch.bool).triu(1), and position_ids of "
+        "(attention_mask.cumsum(1) - 1).clamp(min=0)"
+    )
 
 
 def check_context(
@@ -264,11 +288,11 @@ class FirstInputs:
         """Warns: labels that are the tokens, a mask that lets tokens see later ones."""
         if labels is not None and tokens is not None and not self._labels_seen:
             self._labels_seen = True
-            if torch.equal(labels, tokens.to(labels.dtype)):
+            if _are_unshifted(tokens, labels):
                 warnings.warn(
-                    "labels equal tokens: labels are the next tokens here, already shifted, as Megatron has them "
-                    "(Hugging Face shifts inside). A model of these learns to copy: give tokens[:, :-1] and "
-                    "labels=tokens[:, 1:]",
+                    "labels equal tokens wherever they are not -100: labels are the next tokens here, already "
+                    "shifted, as Megatron has them (Hugging Face shifts inside). A model of these learns to copy: "
+                    "give tokens[:, :-1] and labels=tokens[:, 1:], of labels with -100 labels[:, 1:]",
                     stacklevel=4,
                 )
         if attention_mask is not None and not self._mask_seen:

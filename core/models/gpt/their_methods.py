@@ -25,6 +25,10 @@ ELSEWHERE = {
     "get_input_embeddings": "model.embedding.word_embeddings",
     "get_output_embeddings": "model.output_layer",
     "lm_head": "model.output_layer",
+    "add_adapter": "apply_lora(model, LoraConfig(rank=8)) of core.models.lora",
+    "merge_and_unload": "merge_lora(model) of core.models.lora",
+    "generation_config": "core.training.generate.generate(model, TOKENS, temperature=T, ...), whose arguments say it",
+    "name_or_path": "the folder that load_huggingface(model, FOLDER) was given",
     "device": "model.parallel.device",
     "dtype": "model.config.params_dtype",
 }

@@ -45,6 +45,16 @@ def matching_family(model: HuggingFaceModel) -> tuple[Family, Fields]:
     )
 
 
+def matching_architectures(model: HuggingFaceModel) -> dict[str, Family]:
+    """By architecture every family that says all facts of the model: their names of one parameter may differ."""
+    found = {}
+    for kind, family in FAMILIES.items():
+        fields = {"architectures": [family.architecture], "model_type": kind} | family.fields(model)
+        if not _differences(model, family, Facts(fields), kind):
+            found[family.architecture] = family
+    return found
+
+
 def _differences(model: HuggingFaceModel, family: Family, fields: Facts, kind: str) -> list[str]:
     """What the fields of a family say otherwise, or cannot say."""
     ours = _facts(model)

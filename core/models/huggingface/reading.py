@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.models.gpt.gpt_model import GPTModel
 from core.models.huggingface.blocks import Block
@@ -35,6 +35,10 @@ def load_huggingface(model: GPTModel, weights: Mapping[str, Tensor] | str | Path
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(
             "the model is on meta, it has no memory to load into; call model.to_empty(device=...) first"
+        )
+    if isinstance(weights, nn.Module):
+        raise ValueError(
+            f"weights is a module, {type(weights).__name__}; give its state_dict(), or the folder of its files"
         )
     opened = open_weights(
         model, Folder(weights) if isinstance(weights, str | Path) else StateDict(weights)

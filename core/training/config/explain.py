@@ -45,7 +45,8 @@ def _changed(merged: Merged) -> Iterator[str]:
         yield f"  {name} = {_value_text(values[name])}  ({merged.origin[name]})"
     if not merged.problems:
         defaults = {name: field.default for name, field in fields_by_name.items()}
-        yield from (f"note: {line}" for line in unused(values, defaults))
+        typed = [name for name in changed if merged.origin[name].startswith("--")]
+        yield from (f"note: {line}" for line in unused(values, defaults, typed))
     yield ""
 
 

@@ -304,6 +304,7 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
     (("model", "data"), _position_rules),
     (("model", "lora", "data"), lora_rules),
     (("model", "lora", "data", "checkpoint"), _folder_rules),
+    (("model", "data", "reads_text"), folder.corpus_rules),
     (("model", "data", "checkpoint"), _export_rules),
     (("training", "parallel"), _batch_rules),
     (("data", "parallel"), _sequence_rules),
@@ -319,8 +320,9 @@ _RULES: tuple[tuple[tuple[str, ...], Any], ...] = (
 def run_rules(parts: Mapping[str, Any]) -> Rules:
     """(holds, message) of every rule whose parts are all there; those about the batch need `parallel.data`.
 
-    parts: "model", "parallel", ... -> that part.
+    parts: "model", "parallel", ... -> that part; and "reads_text", as `RunConfig.check` has it.
     """
+    parts = {"reads_text": True, **parts}
     for needed, rules in _RULES:
         # a part that is wrong by itself is left out; the rules of the others still speak
         if parts.keys() >= set(needed):

@@ -155,14 +155,15 @@ class RunConfig:
         """The same as TOML, also written to `path`; nothing is left to defaults, None is the text "None"."""
         return write_toml(known_fields().values(), self.flat(), path)
 
-    def check(self, world_size: int) -> "RunConfig":
+    def check(self, world_size: int, *, reads_text: bool = True) -> "RunConfig":
         """This run with `parallel.data` filled in, for a world of that many ranks.
 
+        reads_text: false where a program gives batches of its own, and the default corpus stays unread.
         Raises ConfigError, a ValueError, with everything that does not fit together.
         """
         parallel, broken_rules = in_world(self.parallel, world_size)
         problems = [Problem("", message) for _, message in broken_rules]
-        problems += between(self.sections() | {"parallel": parallel})
+        problems += between(self.sections() | {"parallel": parallel, "reads_text": reads_text})
         if problems:
             raise ConfigError(tuple(problems))
         return replace(self, parallel=parallel)

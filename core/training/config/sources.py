@@ -59,7 +59,8 @@ class Loaded:
     def unused(self) -> list[str]:
         """What was set and has no effect beside the other settings."""
         defaults = {name: field.default for name, field in known_fields().items()}
-        return unused(self.run.flat(), defaults)
+        typed = {name for name, source in self.origin.items() if source.startswith("--")}
+        return unused(self.run.flat(), defaults, typed)
 
     def to_toml(self, path: str | Path | None = None) -> str:
         """As `RunConfig.to_toml`, but a field that follows another one is left undecided ("None").

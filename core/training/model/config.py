@@ -27,7 +27,7 @@ class ModelConfig:
     """A model: a preset, a Hugging Face folder, or a style with sizes; `transformer()` spells it out.
 
     A field that is None is the preset's or the folder's, else that of a small Llama. Fields given beside a preset
-    change it; beside a folder they are refused.
+    change it; beside a folder they are refused, but for dropout.
     Raises ValueError: an unknown name, fields that contradict each other.
     """
 
@@ -283,7 +283,8 @@ class ModelConfig:
     def transformer(self) -> TransformerConfig:
         """The model's TransformerConfig. Raises ValueError with every mistake."""
         if self._folder is not None:
-            return replace(self._folder.config, **self._fp8)
+            dropout = model_facts.dropout_given(vars(self))
+            return replace(self._folder.config, **self._fp8, **dropout)
         return TransformerConfig(
             **model_facts.transformer_arguments(vars(self)), params_dtype=self.dtype, **self._fp8
         )
@@ -318,9 +319,13 @@ class ModelConfig:
                 model = "model.vocab_size"
             else:
                 model = f"model.huggingface={self.huggingface}"
+            added = ""
+            if self._folder is not None:
+                added = "; where tokens were added to it, transformers' model.resize_token_embeddings(len(tokenizer))"
+                added += " before save_pretrained makes their rows"
             raise ValueError(
                 f"the tokenizer has {tokens} tokens, the embedding of {model} has {rows} rows; use the tokenizer "
-                "that the model was made with, and prepare the text with it"
+                f"that the model was made with, and prepare the text with it{added}"
             )
         return rows
 
@@ -351,7 +356,7 @@ class ModelConfig:
     def resolved(self) -> dict[str, Any]:
         """Field -> value of the facts that nobody gave. Raises ValueError: a folder without them."""
         if self._folder is not None:
-            facts = model_facts.of_folder(self._folder)
+            facts = model_facts.of_folder(replace(self._folder, config=self.transformer()))
         else:
             facts = model_facts.plain(vars(self))
         return {

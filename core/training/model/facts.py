@@ -67,8 +67,10 @@ DEFAULTS: dict[str, Any] = {
     "vocab_size": None,
     "tie_embeddings": True,
 }
-# facts that a Hugging Face folder has, and that nobody may give beside it
+# facts that a Hugging Face folder has, and that nobody may give beside it, but for dropout
 FACTS = (*DEFAULTS, "windows", "moe_layer_freq")
+# how a model is trained, not what it is: they may be given beside a folder
+_DROPOUT = ("dropout", "hidden_dropout", "attention_dropout")
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_scaling")
 _OF_STYLE = (
     "normalization",
@@ -124,7 +126,7 @@ def rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     if folder is not None:
         for name in given(values):
             yield (
-                False,
+                name in _DROPOUT,
                 f"model.{name}={values[name]} is given beside model.huggingface={folder}, whose config.json says it "
                 f"too; leave model.{name} out",
             )
@@ -258,6 +260,14 @@ def of_preset(name: str, preset: str | None) -> bool:
     if preset is None:
         return False
     return name in gpt.PRESETS[preset].facts or name in ("style", "tie_embeddings", *_OF_STYLE)
+
+
+def dropout_given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of dropout beside a folder, in place of what its config.json says."""
+    both = values["dropout"]
+    found = {name: values[name] for name in ("hidden_dropout", "attention_dropout")}
+    found = {name: both if value is None else value for name, value in found.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def of_folder(model: "HuggingFaceModel") -> dict[str, Any]:

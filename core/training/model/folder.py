@@ -9,6 +9,7 @@ from core.datasets import TokenFile, check_tokenizer, load_tokenizer, open_blend
 from core.datasets.corpus.cached import is_text
 from core.datasets.shards.manifest import is_list
 from core.datasets.tokenizers.folder import TOKENIZER, without_tokenizer
+from core.training.config.data import DataConfig
 from core.training.model.config import ModelConfig
 
 
@@ -22,6 +23,24 @@ def tokenizer_in(folder: str | Path | None) -> str | None:
     return None
 
 
+def corpus_rules(
+    model: ModelConfig, data: DataConfig, reads_text: bool
+) -> Iterator[tuple[bool, str]]:
+    """The default corpus is not of the folder's tokenizer; nobody asks for it who gives batches."""
+    if model.huggingface is None or not reads_text:
+        return
+    named = tokenizer_in(model.huggingface) or data.tokenizer or TOKENIZER
+    yield (
+        bool(data.train),
+        f"model.huggingface={model.huggingface} has a vocabulary of its own, the default corpus another one; prepare "
+        f"your text ({_prepare(named)}) and give data.train=PREFIX",
+    )
+
+
+def _prepare(tokenizer: str) -> str:
+    return f"python -m core.datasets.prepare --input TEXT --output PREFIX --tokenizer {tokenizer}"
+
+
 def text_rules(
     model: ModelConfig, train: tuple[str, ...], tokenizer: str | None
 ) -> Iterator[tuple[bool, str]]:
@@ -31,12 +50,7 @@ def text_rules(
         return
     own = tokenizer_in(folder)
     named = own or tokenizer or TOKENIZER
-    remedy = f"python -m core.datasets.prepare --input TEXT --output PREFIX --tokenizer {named}"
-    yield (
-        bool(train),
-        f"model.huggingface={folder} has a vocabulary of its own, the default corpus another one; prepare your text "
-        f"({remedy}) and give data.train=PREFIX",
-    )
+    remedy = _prepare(named)
     same = (
         own is None
         or tokenizer is None

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from torch import nn
 
 from core.data_parallel import DataParallel
+from core.models.gpt import GPTModel
 from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
@@ -52,6 +53,8 @@ def assemble(
                 "training.objective=dpo reads the pairs of data.train, and this run has 0 texts; leave out "
                 "`batches`, or give a GPTModel"
             )
+        if note := _note_on_dropout(stages):
+            say(f"note: {note}")
         preferences = Preferences(DPOLoss(run.dpo, ps), References(corpus, ps))
     shard, optimizer = build_sharded(stages, run.data_parallel, run.optimizer, ps, memory)
     executor = build_executor(stages, run.pipeline, run.training, ps, shard)
@@ -73,3 +76,24 @@ def assemble(
         preferences.references if preferences is not None else None,
     )
     return RunParts(shard, optimizer, executor, checkpoints, preferences)
+
+
+def _note_on_dropout(stages: Mapping[int, nn.Module]) -> str:
+    """What is said of preferences learned with dropout, which the reference is without; empty: there is none."""
+    gpt = next((stage for stage in stages.values() if isinstance(stage, GPTModel)), None)
+    if gpt is None:
+        return ""
+    shares = {
+        "model.hidden_dropout": gpt.config.hidden_dropout,
+        "model.attention_dropout": gpt.config.attention_dropout,
+        "lora.dropout": 0.0 if gpt.lora is None else gpt.lora.dropout,
+    }
+    drops = [name for name, share in shares.items() if share]
+    if not drops:
+        return ""
+    flags = " ".join(f"--{name.replace('_', '-')} 0" for name in drops)
+    return (
+        f"{', '.join(f'{name}={shares[name]}' for name in drops)}: rewards compare a model with dropout and a "
+        "reference without (TRL's disable_dropout turns it off, and the first loss is log 2, or for ipo "
+        f"1 / (2 beta)^2); {flags} does that here"
+    )

@@ -1,6 +1,6 @@
 """Settings that somebody gave and that change nothing beside the others: no mistake, but told."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,19 @@ _PIPELINE = "parallel.pipeline=1 has no stages that take turns"
 _KEEP_BEST = "checkpoint.keep_best names no metric"
 
 
-def unused(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-    """`pipeline.schedule=zb-v has no effect: ...` of each that differs from its default; by flat name."""
+def unused(
+    values: Mapping[str, Any], defaults: Mapping[str, Any], typed: Collection[str] = ()
+) -> list[str]:
+    """`pipeline.schedule=zb-v has no effect: ...` of each that differs from its default; by flat name.
+
+    typed: names of the command line. Adapters that somebody means to have are told at the default's value, too.
+    """
     reasons = _reasons_by_field(values)
-    given = [name for name in reasons if values[name] != defaults[name]]
+    given = [
+        name
+        for name in reasons
+        if values[name] != defaults[name] or (name in typed and name.startswith("lora."))
+    ]
     return [f"{name}={values[name]} has no effect: {reasons[name]}" for name in given]
 
 

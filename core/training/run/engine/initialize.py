@@ -71,7 +71,7 @@ def initialize(
     _refuse_swapped_arguments(model, batches)
     joins_world = not is_initialized()
     world_size = started_processes() if joins_world else world()[1]
-    run = _checked_run(_run_config(config), model, world_size)
+    run = _checked_run(_run_config(config), model, world_size, reads_text=batches is None)
     has_text = reads_text(run, model, batches, loss_fn)
     # its mistakes are reported before any process group exists
     device = _join_world(run, joins_world=joins_world)
@@ -183,14 +183,19 @@ def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> Ru
 
 
 def _checked_run(
-    run: RunConfig, model: nn.Module | Mapping[int, nn.Module] | None, world_size: int
+    run: RunConfig,
+    model: nn.Module | Mapping[int, nn.Module] | None,
+    world_size: int,
+    *,
+    reads_text: bool,
 ) -> RunConfig:
     """The run with its data size. Weights and adapters of a model of the user's are compared with it later.
 
     Raises ValueError: what does not fit together; a model that is given, and named in the run, too.
     """
     if model is None:
-        return with_token_files(run.check(world_size)).check(world_size)
+        checked = run.check(world_size, reads_text=reads_text)
+        return with_token_files(checked).check(world_size, reads_text=reads_text)
     if run.model.huggingface is not None or run.model.build is not None:
         named = f"model.huggingface={run.model.huggingface}, model.build={run.model.build}"
         raise ValueError(
@@ -218,7 +223,8 @@ def _parallel_state(
     if existing.config != run.parallel:
         raise ValueError(
             f"the model is laid out as {existing.config}, the configuration says {run.parallel}; give both the same "
-            "sizes, or let initialize build the model"
+            "sizes (parallel_state.launch() and initialize_model_parallel(...) before the model say them), or "
+            "let initialize build the model"
         )
     return existing
 
@@ -232,6 +238,8 @@ def _build_stages(
     if model is None:
         if corpus is not None:
             tokens = corpus.tokenizer.vocab_size
+        elif run.model.huggingface is not None or run.model.vocab_size is not None:
+            tokens = 1  # there is no tokenizer: the model's own rows are enough for all batches
         else:
             tokens = run.data.vocab_size
         return begin(run, tokens, ps, _say_on_first_rank(ps))
