@@ -51,7 +51,7 @@ def test_hugging_faces_names_are_training_arguments():
     theirs = [name for name in named if re.fullmatch(r"[a-z_0-9]+", name)]
     not_arguments = {"messages", "prompt", "completion", "packing", "assistant_only_loss"}  # of TRL
     not_arguments |= {"chosen", "rejected", "beta", "label_smoothing", "loss_type", "max_length"}
-    not_arguments |= {"precompute_ref_log_probs"}
+    not_arguments |= {"precompute_ref_log_probs", "disable_dropout"}
     not_arguments |= {"r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora"}  # of PEFT
     not_arguments |= {name for name in theirs if re.match(r"(adamw|paged_adamw|lion)_", name)} | {
         "adafactor"
