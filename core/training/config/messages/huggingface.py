@@ -92,6 +92,7 @@ _ANSWERS = {
     "sync_ref_model": "not here: the reference does not change",
     "precompute_ref_log_probs": _REFERENCE_ONCE,
     "precompute_ref_batch_size": _REFERENCE_ONCE,
+    "disable_dropout": "give model.dropout=0, beside model.huggingface too; lora.dropout is 0 by default",
     "reference_free": "not here; leave it out",
     "rpo_alpha": "not here; leave it out",
     # the model
