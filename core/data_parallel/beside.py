@@ -4,19 +4,50 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
+from core.field_names import UnknownName
+
 # of nn.Module, and not ours: load_state_dict, train, to ...
 _OF_MODULES = frozenset(name for name in dir(nn.Module) if not name.startswith("_"))
+
+
+_ZERO = (
+    "give zero_stage=3 (2 keeps whole weights, 1 divides the optimizer's states alone, 0 nothing)"
+)
+_IN_BUCKETS = "leave it out: gradients lie in buckets anyway"
+# of torch's DistributedDataParallel and FSDP -> what there is
+_THEIRS = {
+    "find_unused_parameters": "leave it out: a parameter may go without a gradient (shard.unused() names them)",
+    "gradient_as_bucket_view": _IN_BUCKETS,
+    "static_graph": _IN_BUCKETS,
+    "bucket_cap_mb": "give bucket_size, in elements",
+    "reshard_after_forward": _ZERO,
+    "sharding_strategy": _ZERO,
+    "mp_policy": "weights of torch.bfloat16 are that; give grad_dtype, reduce_dtype for gradients",
+    "mixed_precision": "weights of torch.bfloat16 are that; give grad_dtype, reduce_dtype for gradients",
+    "offload_policy": "give ShardedAdamW(shard, config, offload=Offload(kind='cpu'))",
+    "cpu_offload": "give ShardedAdamW(shard, config, offload=Offload(kind='cpu'))",
+    "auto_wrap_policy": "give shard_units, 'layer' by default",
+}
 
 
 class BesideModule:
     """Says what to call instead."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        ps = kwargs.get("ps", args[1] if len(args) > 1 else None)
+        if theirs := [name for name in kwargs if name in _THEIRS]:
+            said = "; ".join(f"{name}: {_THEIRS[name]}" for name in theirs)
+            raise UnknownName(f"{cls.__name__} has no {said}")
         # nothing at all: a copy
         if (args or kwargs) and len(args) < 2 and "ps" not in kwargs:
             raise TypeError(
                 f"{cls.__name__}(module, ps): ps is what parallel_state.initialize_model_parallel(...) returns, for "
                 "one process ParallelState.single()"
+            )
+        if ps is not None and not hasattr(ps, "coordinate"):
+            raise TypeError(
+                f"{cls.__name__}(module, ps): ps is what parallel_state.initialize_model_parallel(...) returns, not "
+                f"a {type(ps).__name__}; its own mesh is ps.mesh"
             )
         return super().__new__(cls)
 

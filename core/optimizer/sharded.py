@@ -69,7 +69,7 @@ class ShardedOptimizer(SavedStates):
         *,
         decays: Decays | None = None,
         offload: Offload | None = None,
-        groups: GroupOptions = (),
+        groups: GroupOptions | None = None,
     ) -> None:
         if not isinstance(config, OptimizerConfig):
             raise ValueError(
@@ -86,7 +86,9 @@ class ShardedOptimizer(SavedStates):
         # Options: param groups, and who decays.
         if decays is None and config.weight_decay_of == "all":
             decays = everything_decays
-        self._groups = Groups(shard, config, self.options(config), groups, spares=decays is None)
+        self._groups = Groups(
+            shard, config, self.options(config), groups or (), spares=decays is None
+        )
         self._face(self._groups.all, self.options(config))
         self._decays = decays if decays is not None else default_decays
 

@@ -151,7 +151,8 @@ class TorchFace(torch.optim.Optimizer):
         if "local" not in state:
             raise ValueError(
                 f"a state with {', '.join(map(repr, list(state)[:3]))} is not one of this optimizer's (torch.optim's "
-                "states are whole tensors by number); give what its state_dict() gave, or start its states anew"
+                "states are whole tensors by number); give what its state_dict() gave; what torch's "
+                "optimizer has goes on by dist_checkpointing.save of it and load into this one (docs/from_pytorch.md)"
             )
         local_shards = self.states(own_mains=False)
         counts = state["local"]

@@ -2,15 +2,25 @@
 
 from dataclasses import replace
 
+from core.field_names import tells_names
 from core.parallel_state.collectives.groups import world
 from core.parallel_state.config import ParallelConfig
 from core.parallel_state.state import ParallelState
 
 _current: ParallelState | None = None
+# what others call the sizes
+_SHORT = {
+    "tp": "did you mean tensor_model_parallel_size?",
+    "pp": "did you mean pipeline_model_parallel_size?",
+    "cp": "did you mean context_parallel_size?",
+    "ep": "did you mean expert_model_parallel_size?",
+    "dp": "leave it out: data ranks are what is left of the world",
+}
 # of a process that never initialized one
 _alone: ParallelState | None = None
 
 
+@tells_names(remedies=_SHORT)
 def initialize_model_parallel(
     tensor_model_parallel_size: int = 1,
     pipeline_model_parallel_size: int = 1,

@@ -5,7 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from core import dist_checkpointing
+from core.training import RunConfig, initialize
 from tests.training.test_model_facts import fields_of, trained
 from tests.training.tiny import prepared
 
@@ -44,6 +47,17 @@ def test_stages_of_ones_own_go_on_under_another_pipeline(ranks, made, program, t
         losses, *_ = ranks(trained, run_of(made, tmp_path, "mine:build", steps, **pipeline), program, world=2)
         found += losses
     assert found == pytest.approx(alone, abs=2e-5)
+
+
+@pytest.mark.parametrize("build", ["nameless:build", "mine:build"])
+def test_weights_that_a_program_saved_of_the_module_itself_begin_a_run(made, program, tmp_path, build):
+    fields = run_of(made, tmp_path, build, 1) | {"checkpoint.directory": None}
+    saved, *_ = initialize(config=RunConfig.from_dict(fields))
+    dist_checkpointing.save({"model": saved.module.state_dict()}, tmp_path / "plain")
+    weights = {"checkpoint.weights": str(tmp_path / "plain"), "model.seed": 7}
+    begun, *_ = initialize(config=RunConfig.from_dict(fields | weights))
+    for (name, tensor), want in zip(begun.module.named_parameters(), saved.module.parameters(), strict=True):
+        assert torch.equal(tensor, want), name
 
 
 def test_names_of_one_pipeline_are_told(ranks, made, program, tmp_path):

@@ -1,6 +1,7 @@
 """Weights of a checkpoint, of any layout, as the first weights of another run; nothing else of it is read."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,9 @@ def load_weights(
     stored; not where it would stay as it is (`grows`). Raises ValueError, on every rank: another vocabulary, other
     shapes or names, all of them named.
     """
-    state: dict[str, ShardedTensor] = dict(sharded_state_dict(stages, ps))
     stored: list[Mapping[str, LazyTensor]] = []
     agree(problem_of(lambda: stored.append(lazy_tensors(url))), ps)
+    state: dict[str, ShardedTensor] = dict(sharded_state_dict(_named_as(stored[0], stages, ps), ps))
     arrays = sum(key.startswith(_GROUP) for key in stored[0])
     positions = stored[0].get(_GROUP + _POSITIONS)
     table = dict(stages[min(stages)].named_parameters()).get(_POSITIONS)
@@ -109,6 +110,22 @@ def load_weights(
         say(
             f"warning: {url} is of a model with {', '.join(changed)}: what it learned may not serve this one"
         )
+
+
+def _named_as(
+    stored: Mapping[str, LazyTensor], stages: Mapping[int, nn.Module], ps: ParallelState
+) -> Mapping[int, nn.Module] | nn.Module:
+    """A model in one stage under the names of a program that saved the module itself, where those are stored."""
+    is_numbered = any(key.startswith(f"{_GROUP}stages.") for key in stored)
+    if len(stages) > 1 or ps.size("pp") > 1 or is_numbered:
+        return stages
+    module = next(iter(stages.values()))
+    # layer by layer, as `state_dict()` names them: not one array per list of layers
+    lists = vars(module).get("stacks", {})
+    if any(key.startswith(f"{_GROUP}{name}.0.") for name in lists for key in stored):
+        module = copy(module)
+        module.stacks = {}  # type: ignore[assignment]
+    return module
 
 
 def _has_more_rows(stored: Sequence[int], here: Sequence[int]) -> bool:
