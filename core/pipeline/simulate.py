@@ -186,6 +186,7 @@ def _write_files(
     for name, text in texts.items():
         path: Path | None = getattr(options, name)
         if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text())
             note = ""
             if name == "csv" and outcome.schedule.recomputed:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
-from core.optimizer import OptimizerConfig, ShardedAdamW
+from core.optimizer import OptimizerConfig, ShardedAdamW, sharded_state_dict
 from tests.states import state
 
 STEPS = 4
@@ -67,3 +67,8 @@ def stepped_twice():
 
 def test_a_second_step_on_the_same_gradients_is_refused(ranks):
     ranks(stepped_twice)
+
+
+def test_states_of_a_module_alone_are_asked_elsewhere():
+    with pytest.raises(ValueError, match=r"takes the DataParallel, not its Linear.*core.dist_checkpointing"):
+        sharded_state_dict(nn.Linear(2, 2))

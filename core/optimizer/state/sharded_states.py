@@ -6,7 +6,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from core.data_parallel import DataParallel
 from core.dist_checkpointing.state.mapping import Mapper, ShardedObject, ShardedTensor, stacked_key
@@ -214,6 +214,11 @@ def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[Sh
     trainable parameters are the intervals that this rank holds (after a load call `shard.publish()`, or
     `optimizer.load_state_dict`), so nothing is gathered; the files are the same.
     """
+    if isinstance(shard, nn.Module):
+        raise ValueError(
+            f"sharded_state_dict of core.optimizer takes the DataParallel, not its {type(shard).__name__}; of a "
+            "module alone it is sharded_state_dict(module, ps) of core.dist_checkpointing"
+        )
     shard.wait()
     shard.take_weights()
     # running statistics: all of the first data rank, not some of each
