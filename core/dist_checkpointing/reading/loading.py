@@ -48,18 +48,22 @@ class Report:
     """Where a state dict and a checkpoint do not fit: the same on every rank.
 
     missing: keys that the checkpoint has nothing for. unexpected: keys of the checkpoint that no rank asks for, in
-    the groups (`model`, `optimizer`, ...) that some rank asks for. mismatched: key -> what differs.
+    the groups (`model`, `optimizer`, ...) that some rank asks for. mismatched: key -> what differs. lies_as: of missing
+    keys, what there is under that name: an array, or several.
     """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: Mapping[str, str] = field(default_factory=dict)
+    lies_as: Mapping[str, str] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        lines = [f"missing in the checkpoint: {key}" for key in self.missing]
+        lines = [
+            f"missing in the checkpoint: {key}{self.lies_as.get(key, '')}" for key in self.missing
+        ]
         lines += [f"not asked for: {key}" for key in self.unexpected]
         lines += [f"{key}: {reason}" for key, reason in self.mismatched.items()]
         if len(lines) > 20:
@@ -81,10 +85,13 @@ class Report:
                     "load into what the one gives that saved it"
                 )
             return remedy
-        missing = self.missing[0]
-        others = [key for key in self.unexpected if _group(key) == _group(missing)]
-        found = max(others, key=lambda other: _common_parts(missing, other), default="")
-        if not _common_parts(missing, found):
+        # of the first names: one of them may be new here
+        for missing in self.missing[:20]:
+            others = [key for key in self.unexpected if _group(key) == _group(missing)]
+            found = max(others, key=lambda other: _common_parts(missing, other), default="")
+            if _common_parts(missing, found):
+                break
+        else:
             return remedy
         return (
             f"{remedy}; where names alone differ, give load a mapping, as mapping={{{missing!r}: {found!r}}}, or a "
@@ -290,7 +297,20 @@ def _compare(this_load: _OpenedLoad, ps: ParallelState, key_mapping: KeyMapping)
         missing=tuple(sorted(all_missing)),
         unexpected=_unexpected(requested, stored),
         mismatched=dict(sorted(all_mismatched)),
+        lies_as={key: words for key in all_missing if (words := _lies_as(key, stored))},
     )
+
+
+def _lies_as(key: str, stored: StoredCheckpoint) -> str:
+    """What is said of a key that is asked for as another kind than it was saved as; "" if nothing is there."""
+    if key in stored.metadata:
+        return " (a tensor there: ask with one, as torch.zeros(()) for a number)"
+    if key in stored.objects:
+        return " (a value there, no tensor: ask with any value)"
+    below = sorted(k for k in (*stored.metadata, *stored.objects) if k.startswith(f"{key}/"))
+    if below:
+        return f" (a dict there, with {', '.join(below[:3])}: ask with a dict)"
+    return ""
 
 
 def _unexpected(requested: set[str], stored: StoredCheckpoint) -> tuple[str, ...]:
