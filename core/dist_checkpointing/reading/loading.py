@@ -48,8 +48,8 @@ class Report:
     """Where a state dict and a checkpoint do not fit: the same on every rank.
 
     missing: keys that the checkpoint has nothing for. unexpected: keys of the checkpoint that no rank asks for, in
-    the groups (`model`, `optimizer`, ...) that some rank asks for. mismatched: key -> what differs. lies_as: of missing
-    keys, what there is under that name: an array, or several.
+    the groups (`model`, `optimizer`, ...) that some rank asks for. mismatched: key -> what differs. lies_as: of
+    missing keys, what there is under that name: an array, or several.
     """
 
     missing: tuple[str, ...] = ()
