@@ -52,7 +52,9 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
             local_sizes[slot.name] = slot.stop - slot.start
     # as a list: the order of the buckets must be equal too
     digest = blake2b(repr(list(local_sizes.items())).encode(), digest_size=16).hexdigest()
-    hashes = all_gather_objects(digest, group)
+    parts = [part for stage in modules_of(module).values() for part in stage.modules()]
+    facts = all_gather_objects((digest, any(hasattr(part, HOOKED) for part in parts)), group)
+    hashes, were_hooked = zip(*facts, strict=True)
     if len(set(hashes)) > 1:
         # names only where they are needed for the message
         everyone = all_gather_objects(local_sizes, group)
@@ -71,7 +73,7 @@ def same_on_all(module: Modules, table: Sequence[Bucket], ps: ParallelState) -> 
                 "of another size on one of them; build the same model on every rank"
             )
     if len(hashes) > 1:
-        _broadcast_first(module, ps)
+        _broadcast_first(module, ps, was_hooked=any(were_hooked))
 
 
 def new_parameters(stages: Sequence[nn.Module], known: Collection[int]) -> list[Parameter]:
@@ -92,14 +94,13 @@ def new_parameters(stages: Sequence[nn.Module], known: Collection[int]) -> list[
 
 
 @torch.no_grad()
-def _broadcast_first(module: Modules, ps: ParallelState) -> None:
+def _broadcast_first(module: Modules, ps: ParallelState, *, was_hooked: bool) -> None:
+    """was_hooked: hooks were given rows of one rank before, of which weights may have been made."""
     tensors: list[tuple[str, str, Tensor]] = [
         (name, layout_of(p).gradient_groups[0], p) for name, p in named_parameters(module)
     ]
-    stages = modules_of(module).values()
-    for stage in stages:
-        tensors += [(name, "dp-cp", buffer) for name, buffer in stage.named_buffers()]
-    was_hooked = any(hasattr(part, HOOKED) for stage in stages for part in stage.modules())
+    for stage in modules_of(module).values():
+        tensors += [("", "dp-cp", buffer) for buffer in stage.buffers()]
     changed = []
     for name, group_name, tensor in tensors:
         group = ps.group(group_name)
@@ -108,7 +109,7 @@ def _broadcast_first(module: Modules, ps: ParallelState) -> None:
             continue
         if group is not None and tensor.numel() and tensor.layout is torch.strided:
             values = tensor.detach().contiguous()
-            own = checksum(values) if was_hooked else None
+            own = checksum(values) if was_hooked and name else None
             # as bytes: backends do not send every dtype
             broadcast(values.reshape(-1).view(torch.uint8), group)
             if own is not None and not torch.equal(own, checksum(values)):

@@ -48,12 +48,12 @@ def compare_replicas(
 
 def buffer_words(local: LocalState, ps: ParallelState) -> dict[str, list[int]]:
     """key -> two numbers of the bits of each buffer of which the first rank's is saved; none without tensor ranks."""
-    if ps.size("tp") == 1:
+    if ps.size("tp") == 1 or not local.from_first:
         return {}
-    return {
-        key: _words([shard.shard.data for shard in local.shards[key]], ps).tolist()
-        for key in sorted(local.from_first)
-    }
+    keys = sorted(local.from_first)
+    words = [_words([shard.shard.data for shard in local.shards[key]], ps) for key in keys]
+    # one read for all
+    return dict(zip(keys, torch.stack(words).tolist(), strict=True))
 
 
 def tell_of_buffers(words_by_rank: Sequence[Mapping[str, list[int]]], ps: ParallelState) -> None:

@@ -32,14 +32,12 @@ def depends_on_head(name: str, function: Callable[..., Any], query: Tensor, rank
     query: [b, heads of a rank, s, d]. A function that has no numbers for other ranks' heads is given its rank's own.
     """
     heads = query.shape[1]
-    score = (torch.ones((), dtype=query.dtype, device=query.device),) if name == "score_mod" else ()
-
-    def number(value: int) -> Tensor:
-        return torch.tensor(value, device=query.device)
+    # On the host, where a number outside of a table is an exception; on a device it would end the process.
+    score = (torch.ones((), dtype=query.dtype),) if name == "score_mod" else ()
 
     def scores(head: int) -> Iterator[Tensor]:
         for q, k in _PLACES:
-            yield torch.as_tensor(function(*score, number(0), number(head), number(q), number(k)))
+            yield torch.as_tensor(function(*score, *map(torch.tensor, (0, head, q, k)))).cpu()
 
     try:
         return any(
