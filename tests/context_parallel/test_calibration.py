@@ -1,4 +1,4 @@
-"""Hooks that were given a context rank's rows without gradients: on one rank alone, and where nothing came of them."""
+"""Hooks that are given a context rank's rows without gradients: on one rank alone, and where nothing comes of it."""
 
 import warnings
 
