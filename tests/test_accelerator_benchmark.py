@@ -13,7 +13,8 @@ ONLY_THERE = {  # what a CPU cannot show
     "no host read in a step",
     "one rank of the accelerator's backend",
     "ceiling: copies to the host",
-    "step: host over device time",
+    "step: host over device of ours_eager",
+    "step: host over device of ours_compiled",
 }
 
 

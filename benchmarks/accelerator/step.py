@@ -231,6 +231,6 @@ def run(b: Bench):
         b.line(
             f"step: kernels of {own.name}", lambda b, own=own: beside_the_floor(size, own.step, b)
         )
-        b.line(f"step: host over device, {own.name}", lambda b, own=own: host_time(own, b))
+        b.line(f"step: host over device of {own.name}", lambda b, own=own: host_time(own, b))
     sides.clear()
     gc.collect()
