@@ -112,7 +112,9 @@ def test_the_slurm_job_runs(tmp_path):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "script.py").write_text(
-        "import os, sys\nprint('rank', os.environ['RANK'], *sys.argv[1:])\nsys.exit(int(os.path.exists('fail')))\n"
+        # one write for a line: two ranks share the output
+        "import os, sys\nsys.stdout.write(' '.join(['rank', os.environ['RANK'], *sys.argv[1:]]) + '\\n')\n"
+        "sys.exit(int(os.path.exists('fail')))\n"
     )
     job = render("slurm", processes=2, script="script.py", python=warm.python(), port=29512)
     (tmp_path / "job.sbatch").write_text(job)
