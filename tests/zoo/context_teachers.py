@@ -1,7 +1,5 @@
 """What is made of rows over context ranks without gradients: a teacher's targets, statistics of a calibration."""
 
-import copy
-
 import torch
 import torch.nn.functional as F
 
@@ -23,7 +21,7 @@ def taught(target_of):
 
     def loss_of(program):
         with torch.no_grad():
-            teacher = copy.deepcopy(program.model).eval()
+            teacher = gpt("llama", parallel=program.ps)
             out = teacher(program.rows["tokens"], program.rows["position_ids"])
             target = target_of(program, teacher.gather_logits(out))
         return program.logits().sub(target).square().mean()
