@@ -332,7 +332,7 @@ def test_a_layer_refuses_an_argument_that_asks_for_something_else(state, name):
         ("tensor_parallel.cross_entropy", "use vocab_parallel_cross_entropy of tensor_parallel; "),
         ("optimizer.clip_grads", "use clip_grad_norm_"),
         ("models.common.embeddings", "use GPTModel's parts of core.models.gpt"),
-        ("somewhere", "docs/from_megatron.md has the names that are"),
+        ("somewhere", "docs/from_megatron.md has a table of names"),
     ],
 )
 def test_a_module_that_is_not_here_says_what_to_use(module, remedy):

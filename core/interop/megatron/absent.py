@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import NoReturn
 
 _HERE = "core.interop.megatron."
-_PAGE = "docs/from_megatron.md has the names that are"
+_PAGE = "docs/from_megatron.md has a table of names"
 _EXPERTS = (
     "num_moe_experts of TransformerConfig and core.models.gpt.moe_spec (docs/concepts/experts.md)"
 )

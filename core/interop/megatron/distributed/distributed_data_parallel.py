@@ -222,13 +222,16 @@ class DistributedDataParallel(nn.Module):
         """Does nothing: `finish_grad_sync` sums everything."""
 
     def start_param_sync(self, *unused: Any, **options: Any) -> None:
-        """Does nothing: weights are brought before the forward that needs them (`overlap_param_gather`)."""
+        """Wait for weights under way: `step` has started to bring them, and the forward waits by itself."""
+        if self.shard is not None:
+            self.shard.wait()
 
     def enable_forward_pre_hook(self) -> None:
-        """Does nothing: see `start_param_sync`."""
+        """Does nothing: the forward waits for its weights anyway."""
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
-        """Does nothing: see `start_param_sync`."""
+        """Wait for weights under way, which a program is about to read."""
+        self.start_param_sync()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
