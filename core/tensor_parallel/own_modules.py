@@ -19,13 +19,12 @@ from core.parallel_state import layout_of
 from core.parallel_state.by_hand import ByHand, Heard, called_by_core
 from core.parallel_state.collectives import Group
 from core.parallel_state.spread import SpreadModule
+from core.tensor_parallel.looked_at import LookedAt
 from core.tensor_parallel.seen_parts import SplitWeights
-from core.tensor_parallel.split_activations import SplitActivations, is_compiled
+from core.tensor_parallel.split_activations import SplitActivations
 from core.tensor_parallel.watch import SplitWatch
 from core.tensor_parallel.whole_matrices import watch_optimizers
 
-# forwards in which it is seen what is done to columns between linears
-_LOOKED_AT = 2
 # without any of the layers, after which they are no longer looked for
 _MODULE_CALLS = 10_000
 
@@ -64,15 +63,14 @@ class OwnModules:
             def look(module: nn.Module, args: tuple) -> None:
                 own = reference()
                 if own is not None:
-                    # torch gives a hook for all modules no keywords; its caller has them
-                    own._look(module, args, sys._getframe(1).f_locals.get("kwargs") or {})
+                    own._look(module, args)
 
             self._stop_looking = weakref.finalize(
                 self, register_module_forward_pre_hook(look).remove
             )
 
     @torch.compiler.disable
-    def _look(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def _look(self, module: nn.Module, args: tuple) -> None:
         """Before the forward of any module."""
         self._calls += 1
         if self._waiting:
@@ -102,7 +100,7 @@ class OwnModules:
             module.register_forward_pre_hook(before, with_kwargs=True)
             module.register_forward_hook(_After(before), with_kwargs=True)
             watch_optimizers(module)
-            before(module, args, kwargs)
+            before(module, args, _keywords_of_call())
 
     def warn_of_state_dict(self) -> None:
         """A program has called `state_dict()` of a module with these layers. Warns once."""
@@ -121,6 +119,14 @@ class OwnModules:
             return
         self._warned_of.add(heard.kind)
         warnings.warn(heard.message(*self._waiting), stacklevel=5)
+
+
+def _keywords_of_call() -> dict[str, Any]:
+    """Those of the module's call: torch gives a hook for all modules none."""
+    frame = sys._getframe(1)
+    while frame is not None and "_call_impl" not in frame.f_code.co_name:
+        frame = frame.f_back  # type: ignore[assignment]
+    return (frame.f_locals.get("kwargs") if frame is not None else None) or {}
 
 
 def _in_constructor() -> bool:
@@ -185,7 +191,7 @@ class _Before:
             self.watch = SplitWatch(group, warns_of_hooks=False, after=after)
             self._activations = SplitActivations(group, compares_factors=True)
         self._weights = SplitWeights(group, compares_factors=True) if group is not None else None
-        self._forwards = 0
+        self._looked_at = LookedAt()
         # of the modules inside, and how many the program had when it was last looked
         self._hooks: list[dict] = []
         self._hooks_seen = 0
@@ -207,30 +213,29 @@ class _Before:
         device = next(module.parameters()).device
         self._activations.compare_factors(device)
         self._weights.compare_factors(device)
-        self._look_inside(module)
+        self._look_inside(module, _tensors_of((args, kwargs)))
 
-    def _look_inside(self, module: nn.Module) -> None:
-        """In the first two forwards, and in two more where hooks were registered since."""
+    def _look_inside(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        """Follow this forward, if it is one of those."""
         assert self._activations is not None and self._weights is not None
         self._weights.make_plain()
-        self._forwards += 1
-        if self._forwards > _LOOKED_AT:
+        hooks = sum(map(len, self._hooks)) - self._activations.num_hooks
+        has_more = hooks > self._hooks_seen
+        is_followed = self._looked_at.begin(module, inputs, again=has_more)
+        if has_more or not is_followed:
             self._activations.detach()
-            hooks = sum(map(len, self._hooks))
-            has_more = hooks > self._hooks_seen
-            self._hooks_seen = hooks
-            if not has_more:
-                return
-            self._forwards = 1
-        if self._forwards == 1:
+        self._hooks_seen = hooks
+        if not is_followed:
+            return
+        if not self._activations.num_hooks:
             self._hooks = _hooks_in(module)
+            self._hooks_seen = sum(map(len, self._hooks))
             self._activations.attach(module)
-        self._hooks_seen = sum(map(len, self._hooks)) - self._activations.num_hooks
-        if not is_compiled(module):
-            self._weights.mark_in(module)
+        self._weights.mark_in(module)
 
     def release(self) -> None:
         """After a forward: weights are listened to otherwise."""
+        self._looked_at.end()
         if self._weights is not None:
             self._weights.release()
 

@@ -18,7 +18,8 @@ from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import SplitParameter
 from core.parallel_state.collectives import Group
 from core.parallel_state.layout import layout_of
-from core.tensor_parallel.split_activations import SplitActivations, is_compiled
+from core.tensor_parallel.looked_at import is_compiled
+from core.tensor_parallel.split_activations import SplitActivations
 
 _REMEDIES = {
     "cut": "rows and columns by number are this rank's",

@@ -62,14 +62,6 @@ _EXTREMES = ("max", "min", "amax", "amin")
 _MONOTONE = ("clamp", "clamp_min", "clamp_max", "sqrt", "maximum")
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a part of it is compiled: its guards are on hooks and on classes of tensors."""
-    return any(
-        getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod")
-        for part in module.modules()
-    )
-
-
 class SplitActivations(Follower):
     """Marks what column linears over `group` return, and tells, once for each kind, what is wrong on a part.
 
@@ -134,9 +126,7 @@ class SplitActivations(Follower):
         return len(self._hooks)
 
     def attach(self, module: nn.Module) -> None:
-        """Look at the linears in `module`; not where a part of it is compiled, whose guards are on hooks."""
-        if is_compiled(module):
-            return
+        """Look at the linears in `module`."""
         for part in module.modules():
             if getattr(part, "split_output", None) is not None:
                 self._hooks.append(part.register_forward_pre_hook(self._before_column))

@@ -21,7 +21,8 @@ from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_rows import ACROSS, SlicedRows, first_row, pieces_of
 from core.parallel_state.by_hand.split_tensor import Call, SplitTensor
 from core.tensor_parallel.along_sequence import looks_along
-from core.tensor_parallel.split_activations import SplitActivations, is_compiled
+from core.tensor_parallel.looked_at import is_compiled
+from core.tensor_parallel.split_activations import SplitActivations
 
 # forwards whose rows are followed; numbers of theirs are compared at the beginning of the next
 _FOLLOWED = 2

@@ -1,6 +1,6 @@
 """A module of one's own, of parallel layers, that tensor ranks share: what its program does."""
 
-from tests.zoo import own_activations, own_functions, own_loops, own_numbers, own_sizes, own_weights
+from tests.zoo import own_activations, own_delays, own_functions, own_loops, own_numbers, own_sizes, own_weights
 from tests.zoo.case import Family
 from tests.zoo.own_model import LAYOUTS
 
@@ -8,6 +8,7 @@ CASES = [
     *own_loops.CASES,
     *own_activations.CASES,
     *own_functions.CASES,
+    *own_delays.CASES,
     *own_weights.CASES,
     *own_numbers.CASES,
     *own_sizes.CASES,

@@ -1,0 +1,109 @@
+"""In which forwards of a program's own module it is seen what is done to columns between its linears.
+
+The first two; and later those that are not as the ones before: a quantiser that begins at step 1000 makes another
+number of autograd nodes, which costs nothing to read.
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor, nn
+
+_FIRST = 2
+# and each 67th, a multiple of no period that a program would have: other functions may make as many nodes
+_EVERY = 67
+# how many more are followed for the number of their nodes: loops over data make another one each time
+_MOST = 500
+# FlexAttention makes all scores of a head where it is not compiled
+_FEW_ROWS = 1024
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a part of it is compiled: its guards are on hooks and on classes of tensors."""
+    return any(
+        getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod")
+        for part in module.modules()
+    )
+
+
+def _compiled_frames() -> int:
+    """How many frames were compiled until now."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["frames"]["total"] if dynamo is not None else 0
+
+
+def _is_half_free(device: torch.device) -> bool:
+    """Whether the device's memory is: uncompiled code keeps more activations."""
+    if device.type == "cpu":
+        return True
+    memory = getattr(getattr(torch, device.type, None), "mem_get_info", None)
+    if memory is None:
+        return False
+    free, total = memory(device)
+    return bool(free > total / 2)
+
+
+class LookedAt:
+    """Which forwards of one module are followed. Ranks may differ in it: nothing is gathered."""
+
+    def __init__(self) -> None:
+        self._forwards = 0
+        self._more = 0
+        # modes and numbers of nodes, of forwards that were followed and of others since
+        self._known: set[tuple[tuple, int]] = set()
+        self._wanted: set[tuple[tuple, int]] = set()
+        self._mode: tuple = ()
+        self._nodes = 0
+        # whether functions in it are compiled, whose nodes do not say what they do
+        self._compiles = False
+        self._frames = 0
+        self._is_followed = False
+        self._eager = ExitStack()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the forward that has begun is the first, or the first with more hooks."""
+        return self._forwards == 1
+
+    def begin(self, module: nn.Module, inputs: Sequence[Tensor], *, again: bool) -> bool:
+        """Before a forward: whether it is followed. again: the program has put hooks in since the last one.
+
+        Compiled parts run as they were written in a forward that is, if memory allows.
+        """
+        self._eager.close()
+        self._forwards = 1 if again else self._forwards + 1
+        self._mode = (torch.is_grad_enabled(), module.training)
+        is_wanted = self._more < _MOST and any(mode == self._mode for mode, _ in self._wanted)
+        self._more += is_wanted
+        if self._forwards <= _FIRST:
+            self._is_followed = self._runs_as_written(module, inputs)
+        else:
+            is_turn = is_wanted or self._forwards % _EVERY == 0
+            self._is_followed = is_turn and not is_compiled(module)
+        self._frames = _compiled_frames()
+        self._nodes = torch.autograd._get_sequence_nr()
+        return self._is_followed
+
+    def _runs_as_written(self, module: nn.Module, inputs: Sequence[Tensor]) -> bool:
+        if "torch._dynamo" not in sys.modules:
+            return True
+        flex = "torch.nn.attention.flex_attention" in sys.modules
+        is_long = flex and any(n > _FEW_ROWS for x in inputs for n in x.shape)
+        can_be = not is_long and _is_half_free(next(module.parameters()).device)
+        if can_be:
+            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+        return can_be or not is_compiled(module)
+
+    def end(self) -> None:
+        """After that forward."""
+        self._eager.close()
+        made = (self._mode, torch.autograd._get_sequence_nr() - self._nodes)
+        if self._is_followed:
+            self._known.add(made)
+            self._wanted.discard(made)
+            return
+        self._compiles |= _compiled_frames() > self._frames
+        if made not in self._known and not self._compiles:
+            self._wanted.add(made)
