@@ -124,6 +124,10 @@ def told(what, loss_of, says="of a batch's rows which are this context rank's"):
     return Case(what, by(loss_of), "told", says, "make it of whole sequences, before `context_batch`")
 
 
+def summed(what, loss_of, says):
+    return Case(what, by(loss_of), "told", says, "sum over the context ranks first")
+
+
 def stepped(loss_fn):
     """Weights after some steps of an executor: of context ranks, and of one process."""
 
@@ -214,7 +218,87 @@ def adversarial(norm):
     return loss_of
 
 
+def in_the_third(loss_of):
+    """Another loss in every third step only."""
+    return lambda p: loss_of(p) if p.step % 3 == 2 else p.losses().mean()
+
+
+def hardest(means_of, choose):
+    """The losses of the sequence that has the largest mean."""
+
+    def loss_of(program):
+        losses = program.losses()
+        return losses[choose(means_of(program, losses.detach()))].mean()
+
+    return loss_of
+
+
+def own_means(program, losses):
+    return losses.mean(1)
+
+
+def whole_means(program, losses):
+    return summed_over_ranks(program, losses.mean(1))
+
+
+def first_by_list(means):
+    means = means.tolist()
+    return [0] if means[0] > means[1] else [1]
+
+
+def by_influence(sum_of):
+    """Sequences weigh by the products of their gradients, as LESS and TracIn select data."""
+
+    def loss_of(program):
+        logits, labels = program.logits().flatten(0, 1), program.labels.flatten()
+        losses = F.cross_entropy(logits, labels, reduction="none").view(program.labels.shape)
+        head = program.model.decoder.final_layernorm.weight
+        of_each = [torch.autograd.grad(x.mean(), head, retain_graph=True)[0].detach() for x in losses]
+        if sum_of is not None:
+            of_each = [sum_of(program, gradient) / program.ranks for gradient in of_each]
+        weights = torch.stack([(gradient * sum(of_each)).sum() for gradient in of_each])
+        return (losses.mean(1) * weights / weights.sum()).sum()
+
+    return loss_of
+
+
+def with_positions(of_positions):
+    return lambda p: p.model(p.rows["tokens"], of_positions(p.rows["position_ids"]), labels=p.labels).mean()
+
+
 CASES = [
+    summed(
+        "a mean's square in every third step",
+        in_the_third(lambda p: p.losses().mean() ** 2),
+        "counts otherwise",
+    ),
+    Case(
+        "the square of the mean over all ranks",
+        by(in_the_third(lambda p: (p.whole(p.losses().mean()) / p.ranks) ** 2)),
+    ),
+    summed(
+        "the hardest sequence, `means.topk(1).indices`",
+        hardest(own_means, lambda x: x.topk(1).indices),
+        "comes to the loss by getitem",
+    ),
+    summed(
+        "`torch.argsort(means)[-1:]`",
+        hardest(own_means, lambda x: torch.argsort(x)[-1:]),
+        "comes to the loss by getitem",
+    ),
+    summed("by `means.tolist()`", hardest(own_means, first_by_list), "is compared"),
+    summed("by `means.numpy()`", hardest(own_means, lambda x: [int(x.numpy().argmax())]), "is read"),
+    Case("the same, means summed over the context ranks", by(hardest(whole_means, lambda x: x.topk(1).indices))),
+    Case("by a list of means of all ranks", by(hardest(whole_means, first_by_list))),
+    told("positions from 0, `p - p[:, :1]`, after `context_batch`", with_positions(lambda p: p - p[:, :1])),
+    told("`p - p.min(1, keepdim=True).values`", with_positions(lambda p: p - p.min(1, keepdim=True).values)),
+    Case("positions halved", by(with_positions(lambda p: p // 2))),
+    summed("sequences weighted by products of their gradients", by_influence(None), "counts otherwise"),
+    Case(
+        "the same, gradients summed over the context ranks",
+        by(by_influence(summed_over_ranks)),
+        elsewhere={"2 context ranks, ZeRO-3": ("told", "outside of its module's forward")},
+    ),
     told(
         "tokens masked by chance after `context_batch`, with one seed",
         lambda p: masked_by_chance(p, False),

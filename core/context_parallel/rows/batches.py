@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows.factors import RowFactors
-from core.context_parallel.rows.reads import READS
+from core.context_parallel.rows.reads import MEAN, READS
 from core.context_parallel.rows.selections import selected
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.part_sizes import number_of_part
@@ -156,7 +156,8 @@ class BatchRows(Follower):
             if outcome in _SUMS:
                 self._sum(result, name)
             else:
-                self._change(result, name, ())
+                for tensor in pytree.tree_leaves(result):
+                    self._change(tensor, name, ())
 
     def _look_up(self, rows: SplitTensor, result: Any) -> None:
         if isinstance(result, Tensor):
@@ -249,6 +250,17 @@ class BatchRows(Follower):
         for number in pytree.tree_leaves(result):
             if isinstance(number, (int, float)) and len(self.read_numbers) < 100:
                 self.read_numbers.add(float(number))
+
+
+def with_rows_alone(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """As if nobody followed the batch, or a loss."""
+
+    def plain(x: Any) -> Any:
+        is_plain = isinstance(x, SplitTensor) and (x.partial == MEAN or is_of_batch(x))
+        return x.as_subclass(Tensor) if is_plain else x
+
+    found: tuple[tuple, dict[str, Any]] = pytree.tree_map(plain, (args, kwargs))
+    return found
 
 
 def is_changed(x: SplitTensor) -> bool:

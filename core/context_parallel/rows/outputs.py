@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows import draws, factors, selections
 from core.context_parallel.rows.batches import (
-    BatchRows,
     Divisors,
     is_changed,
     is_of_batch,
+    with_rows_alone,
 )
-from core.context_parallel.rows.gradients import GradientRows
+from core.context_parallel.rows.owner import Owner
 from core.context_parallel.rows.reads import (
     BRANCH_REMEDY,
     BRANCHES,
@@ -25,6 +25,7 @@ from core.context_parallel.rows.reads import (
     STATISTICS,
     SUM_REMEDY,
     ReadLoss,
+    is_statistic,
 )
 from core.context_parallel.rows.totals import (
     SCALED,
@@ -40,26 +41,13 @@ from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
 from core.parallel_state.by_hand.split_names import kind_of
 from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
-from core.parallel_state.collectives import BACKWARD_TAG, Group, all_gather
+from core.parallel_state.collectives import BACKWARD_TAG, all_gather
 from core.parallel_state.collectives.checks import fingerprint
 
 _LARGEST = ("max", "min", "amax", "amin")  # of the rows: no sums
+# from one output, in which ranks compare: sequences may have one each before that of the step
+_BACKWARDS = 16
 _OF_A_RANK = "which are this context rank's, not all of a sequence"
-
-
-class Owner(Protocol):
-    """Who tells, once, of all outputs of a model."""
-
-    group: Group | None
-    replicas: int
-    batch: BatchRows
-    gradients: GradientRows
-
-    def tell(self, what: str, remedy: str = ...) -> None: ...
-
-    def tell_of_log(self, name: str, remedy: str = ..., does: str = ...) -> None: ...
-
-    def backward_ended(self) -> None: ...
 
 
 class Sums(Follower):
@@ -70,7 +58,7 @@ class Sums(Follower):
         self._owner = owner
         self._judges_totals = judges_totals
         self._count = 0
-        self._compared = False
+        self._backwards = 0
         # norm and mean of the sums' gradients; what all rows together weigh in the loss, if sums alone say so
         self._numbers = torch.zeros(3, dtype=torch.float64, device=output.device)
         # [b, s/cp]: else the rows' losses are the program's
@@ -116,7 +104,7 @@ class Sums(Follower):
             if any(x.requires_grad for x in inputs):
                 self._factors.note(name, inputs, args, kwargs)
             # as if nobody followed the batch, or a loss
-            args, kwargs = _with_rows_alone(args, kwargs)
+            args, kwargs = with_rows_alone(args, kwargs)
             outcome: Finding | Followed | str | float | None = (
                 selections.selected(name, args, result)
                 or selections.loss_outcome(name, args, kwargs, result)
@@ -217,16 +205,22 @@ class Sums(Follower):
 
     def numbers(self, tensor: SplitTensor, result: Any) -> Any:
         """`loss.item()` as a number that tells where it is compared."""
-        if tensor.partial not in (MEAN, TOTAL) or type(result) is not float:
-            return result
-        number = ReadLoss(result)
-        number.tell = self._tell_of_branch
-        return number
+        of_sequences = type(result) is list and is_statistic(tensor)
+        if of_sequences or (tensor.partial in (MEAN, TOTAL) and type(result) is float):
+            return pytree.tree_map(self._known_again, result)
+        return result
 
-    def _mark_statistic(self, result: Any, name: str) -> None:
+    def _known_again(self, number: Any) -> Any:
+        if type(number) is not float:
+            return number
+        known = ReadLoss(number)
+        known.tell = self._tell_of_branch
+        return known
+
+    def _mark_statistic(self, result: Any, name: str, *, is_place: bool = False) -> None:
         """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
+        is_place |= name in STATISTICS  # of the largest, as a number of a row
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            is_place = name in STATISTICS  # of the largest, as a number of a row
             if isinstance(tensor, Tensor) and (
                 tensor.is_floating_point() or tensor.dtype is torch.bool or is_place
             ):
@@ -237,7 +231,7 @@ class Sums(Follower):
     def _follow_statistic(self, call: Call) -> None:
         """Told where it meets what has a gradient, unless somebody has summed it over the ranks meanwhile."""
         name, inputs, result = call.name, call.inputs, call.result
-        numbers = [x for x in inputs if x.partial and torch.equal(x, x.counted)]  # type: ignore[attr-defined]
+        numbers = [x for x in inputs if is_statistic(x)]
         if name == "all_reduce":
             inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
             return
@@ -246,7 +240,8 @@ class Sums(Follower):
         first = numbers[0]
         decides = self.is_evaluation and name in DECISIONS
         is_read = name in READS and not isinstance(result, Tensor)
-        # of an evaluation, a number that no rank has
+        # for numpy decides what is not seen; of an evaluation, a number that no rank has
+        decides |= bool(first.dim()) and name in ("numpy", "array")
         if (first.dim() or is_read) and first.partial not in STATISTICS and decides:
             self._owner.tell_of_log(f"{first.partial} over", SUM_REMEDY)
         elif is_read:
@@ -260,11 +255,13 @@ class Sums(Follower):
                 f"{first.partial} of rows which are this context rank's comes to the loss by {name}"
             )
         else:
-            self._mark_statistic(result, first.partial)
+            # of a sequence: `means.topk(2).indices[1:]`
+            is_place = name in STATISTICS or first.dtype is torch.int64
+            self._mark_statistic(result, first.partial, is_place=is_place)
 
     def read(self, name: str, tensor: SplitTensor) -> None:
         """Told of a largest loss and its like; what is a mean's part is left alone, as over data ranks."""
-        if tensor.partial in STATISTICS and torch.equal(tensor, tensor.counted):  # type: ignore[attr-defined]
+        if tensor.partial in STATISTICS and is_statistic(tensor):
             self._owner.tell_of_log(f"{tensor.partial} of")
 
     def _tell_if_used(self, finding: Finding, result: Any) -> None:
@@ -317,7 +314,7 @@ class Sums(Follower):
             self.mark(result, None, MEAN)
 
         def note(gradient: Tensor) -> None:
-            if not self._compared and not torch._C._are_functorch_transforms_active():
+            if self._backwards < _BACKWARDS and not torch._C._are_functorch_transforms_active():
                 self._numbers[:2] += fingerprint(gradient.detach()) * (place / divisor)
                 total.weight = gradient.detach().sum().double() * rows
 
@@ -353,20 +350,27 @@ class Sums(Follower):
         loss.register_hook(note)
 
     def compare(self, gradient: Tensor) -> None:
-        """The first backward has come back to the output: all its sums have their gradients. Warns on every rank."""
-        if self._compared or torch._C._are_functorch_transforms_active():
+        """A backward has come back to the output: all its sums have their gradients. Warns on every rank."""
+        if self._backwards == _BACKWARDS or torch._C._are_functorch_transforms_active():
             return
-        self._compared = True
+        self._backwards += 1
         group = self._owner.group
         assert group is not None
         weight = self._weight_of_totals if self._judges_totals else self._weight_of_count
         self._numbers[2] = weight(gradient)
         self._owner.backward_ended()
         of_batch = self._owner.batch.factors.of_tensors.to(self._numbers.device)
+        told = self._numbers.new_tensor([float(self._owner.told)])
         numbers = torch.cat(
-            (self._numbers, self._divisors.numbers, self._factors.numbers, of_batch)
+            (self._numbers, self._divisors.numbers, self._factors.numbers, of_batch, told)
         )
         gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
+        self._numbers.zero_()
+        # as many comparisons on all ranks, though only one of them may have told
+        self._owner.ended |= bool(gathered[:, -1].any())
+        if self._owner.ended:
+            return
+        gathered = gathered[:, :-1]
         how = {"judges_totals": self._judges_totals}
         for found in verdicts(gathered, group, self._divisors, gradient.dtype, **how):
             # without a remedy of its own: that of sums
@@ -389,12 +393,3 @@ class Sums(Follower):
             return 0.0
         weight = gradient.detach().double().sum() if self._is_loss else total.weight
         return 0.0 if weight is None else weight / total.unit
-
-
-def _with_rows_alone(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    def plain(x: Any) -> Any:
-        is_plain = isinstance(x, SplitTensor) and (x.partial == MEAN or is_of_batch(x))
-        return x.as_subclass(Tensor) if is_plain else x
-
-    found: tuple[tuple, dict[str, Any]] = pytree.tree_map(plain, (args, kwargs))
-    return found

@@ -3,6 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from core.parallel_state.by_hand.split_tensor import SplitTensor
+
 # of the rows that a rank has they say nothing about the others', in a log as well
 _STATISTIC_NAMES = """
     max min amax amin aminmax argmax argmin kthvalue topk sort argsort median nanmedian quantile nanquantile mode
@@ -28,6 +32,11 @@ LOG_REMEDY = (
     "group=parallel_state.get_context_parallel_group()); a median or a quantile wants the losses of all ranks "
     "(all_gather)"
 )
+
+
+def is_statistic(x: SplitTensor) -> bool:
+    """Whether it is of this rank's rows, and nobody has written the ranks' into it since."""
+    return bool(x.partial) and hasattr(x, "counted") and torch.equal(x, x.counted)
 
 
 class ReadLoss(float):

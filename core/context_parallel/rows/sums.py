@@ -9,6 +9,7 @@ where its rows are summed; in backward these sums' gradients are compared.
 
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,21 +32,28 @@ _REMEDY = (
 )
 
 
+def _is_turn(forwards: int) -> bool:
+    """Whether this one is followed, on all ranks: no multiple of a period that a program would have."""
+    return forwards < 17 or forwards % 17 == 0
+
+
 class RowSums:
-    """Follows the outputs of a model's forwards 1, 2, 4, 8 ... with gradients; tells once."""
+    """Follows the outputs of a model's first forwards with gradients, and of each 17th; tells once."""
 
     def __init__(self, group: Group | None, replicas: int = 1) -> None:
         # None: one rank has all rows
         self.group = group
         self.told = False
+        # once all ranks know that one of them has told
+        self.ended = False
         self._told_of_log = False
         # data ranks, over which gradients are averaged together with cp
         self.replicas = replicas
         self._forwards = 0
         self._forwards_inside = 0
         self._evaluations = 0
-        # kept, since tensors hold who follows them weakly: of evaluations 1, 2, 4, 8 ...
-        self._evaluated: list[Sums] = []
+        # kept, since tensors hold who follows them weakly
+        self._evaluated: deque[Sums] = deque(maxlen=4)
         self.gradients = GradientRows()
         self._inside = HookedRows(self.gradients)
         self._latest: weakref.ref[Sums] | None = None
@@ -69,16 +77,17 @@ class RowSums:
                 self._follow_reads(output, rows_dim)
             return
         self._forwards += 1
-        if not self._forwards & (self._forwards - 1) and not self.told:
+        if _is_turn(self._forwards) and not self.ended:
             sums = Sums(self, output, judges_totals=not sums_are_given)
             output.register_hook(sums.compare)
-            sums.mark(output, axes_of_rows(output, rows_dim))
+            if not self.told:
+                sums.mark(output, axes_of_rows(output, rows_dim))
             self._latest = weakref.ref(sums)
 
     def _follow_reads(self, output: Tensor, rows_dim: int) -> None:
         """Of an evaluation: statistics of this rank's rows are told where they are read; nothing has a gradient."""
         self._evaluations += 1
-        if not self._evaluations & (self._evaluations - 1) and not self._told_of_log:
+        if _is_turn(self._evaluations) and not self._told_of_log:
             sums = Sums(self, output)
             sums.mark(output, axes_of_rows(output, rows_dim))
             self._evaluated.append(sums)
@@ -86,12 +95,12 @@ class RowSums:
 
     def follow_batch(self, batch: Mapping[str, Any]) -> None:
         """Of a batch that was cut for the next forward, if that is one of those which are followed."""
-        if not self.told and not self._forwards_inside & (self._forwards_inside + 1):
+        if not self.told and _is_turn(self._forwards_inside + 1):
             self.batch.begin(batch)
 
     def backward_ended(self) -> None:
         """Of a followed output: if the next forward is none of those, its batch costs nothing."""
-        if self._forwards_inside & (self._forwards_inside + 1):
+        if not _is_turn(self._forwards_inside + 1):
             self.batch.make_plain()
 
     def look_inside(
@@ -109,7 +118,7 @@ class RowSums:
                 setattr(model, HOOKED, True)
             return
         self._forwards_inside += 1
-        if self.told or self._forwards_inside & (self._forwards_inside - 1):
+        if self.ended or not _is_turn(self._forwards_inside):
             self.batch.make_plain()
             return
         self.batch.forward_begins(inputs)
@@ -117,7 +126,8 @@ class RowSums:
         def follow(hidden: Tensor) -> None:
             followed = Sums(self, hidden, judges_totals=not sums)
             hidden.register_hook(followed.compare)
-            followed.mark(hidden, axes_of_rows(hidden, 0))
+            if not self.told:
+                followed.mark(hidden, axes_of_rows(hidden, 0))
 
         self._inside.attach(model, shares, follow)
 

@@ -205,14 +205,14 @@ class GPTModel(ModelWeights):
             self._watch.check_before(self, batch)
         if is_eager := not torch.compiler.is_compiling():
             shares = (s, s // self.place.tp if self.place.splits_sequence else s)
-            self._row_sums.look_inside(self, shares, (tokens, labels), sums=self.stage.driven)
+            given = (tokens, labels, position_ids)
+            self._row_sums.look_inside(self, shares, given, sums=self.stage.driven)
             self._own_parts.attach(self, s, is_whole=self.stage.whole_sequences)
         # Driven by an executor, dropout's seed is a function of (seed, step, microbatch). In a plain loop it is drawn
         # once per forward from torch's generator, so that `torch.manual_seed` and torch's checkpoint work as usual.
         if self.draws and self.training and not self.stage.driven:
             self.stage.drawn = True
-            # dropout reads it from there (see Dropout.seed)
-            with seeded(CPU, self._drawn_seed()):
+            with seeded(CPU, self._drawn_seed()):  # where dropout reads it (see Dropout.seed)
                 output = self._run_layers(s, tokens, position_ids, mask, labels)
         else:
             output = self._run_layers(s, tokens, position_ids, mask, labels)

@@ -1,0 +1,24 @@
+"""Who follows one model's outputs, as what follows one of them knows it."""
+
+from typing import Protocol
+
+from core.context_parallel.rows.batches import BatchRows
+from core.context_parallel.rows.gradients import GradientRows
+from core.parallel_state.collectives import Group
+
+
+class Owner(Protocol):
+    """Who tells, once, of all outputs of a model."""
+
+    group: Group | None
+    replicas: int
+    told: bool
+    ended: bool
+    batch: BatchRows
+    gradients: GradientRows
+
+    def tell(self, what: str, remedy: str = ...) -> None: ...
+
+    def tell_of_log(self, name: str, remedy: str = ..., does: str = ...) -> None: ...
+
+    def backward_ended(self) -> None: ...
