@@ -36,7 +36,7 @@ from core.data_parallel.watch import UpdateWatch
 from core.data_parallel.weights.kept import KeptMemory
 from core.data_parallel.weights.start import check_parts, new_parameters
 from core.data_parallel.weights.table import Members, Units, own_stage, stages_of
-from core.parallel_state.by_hand import make_plain
+from core.parallel_state.by_hand import make_plain, watch_rows_of_own
 from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
 
@@ -98,8 +98,7 @@ class DataParallel(BesideModule, GradSync):
         self.zero_stage = zero_stage
         self.backward_passes = backward_passes
         self.require_gradients = require_gradients
-        # puts new parameters in the place of those on meta: before anybody notes one
-        on_meta = allocate_from_meta(module, ps)
+        on_meta = allocate_from_meta(module, ps)  # new parameters: before anybody notes one
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
         self._take_over()
         stages = stages_of(module, shard_units)
@@ -162,6 +161,7 @@ class DataParallel(BesideModule, GradSync):
     def _take_over(self) -> None:
         refuse_spread(self._names)
         check_parts(self.module, self.ps)
+        watch_rows_of_own(self.module, self.ps.size("cp"))
         make_plain(self._names)
         self._kept = KeptMemory(self._names)
         refuse_owned(self._names)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from core.parallel_state import ParallelState, current_state
+from core.parallel_state.by_hand import watch_rows_of_own
 from core.parallel_state.collectives.groups import is_initialized
 
 
@@ -31,4 +32,5 @@ class DistributedDataParallel(torch.nn.parallel.DistributedDataParallel):
                     "it out, or call torch.distributed.init_process_group first"
                 )
             kwargs["process_group"] = ps.torch_group("dp-cp").process_group
+            watch_rows_of_own(module, ps.size("cp"))
         super().__init__(module, *args, **kwargs)

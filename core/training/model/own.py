@@ -9,6 +9,7 @@ from torch import nn
 
 from core.models.gpt import GPTModel
 from core.parallel_state import ParallelState
+from core.parallel_state.by_hand import knows_context
 from core.parallel_state.random import seeded
 from core.pipeline.run.step import forward_arguments
 from core.training.functions import function_of
@@ -45,10 +46,22 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
     if 0 in modules:
         _refuse_other_inputs(name, modules[0])
     for module in modules.values():
+        refuse_own_rows(module, f"model.build={name}", ps)
         # a GPTModel was built in its dtype, on its device
         if not isinstance(module, GPTModel):
             module.to(ps.device, run.model.dtype)
     return modules
+
+
+def refuse_own_rows(module: nn.Module, origin: str, ps: ParallelState) -> None:
+    """Raise ValueError for a model that would see a context rank's rows as if they were whole sequences."""
+    ranks = ps.size("cp")
+    if ranks > 1 and not knows_context(module):
+        raise ValueError(
+            f"{origin}: {type(module).__name__} does not say that it knows parallel.context={ranks} ranks, and would "
+            f"see 1/{ranks} of each sequence; use parallel.context=1, or, if it treats rows one by one or through "
+            "core.context_parallel, set knows_context = True on its class"
+        )
 
 
 def _refuse_other_arguments(name: str, build: Callable[..., object]) -> None:

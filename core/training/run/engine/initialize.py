@@ -20,6 +20,7 @@ from core.pipeline import LossFn
 from core.training.config import RunConfig, same_on_all_ranks
 from core.training.config.texts import with_token_files
 from core.training.model.begin import begin
+from core.training.model.own import refuse_own_rows
 from core.training.model.weights import load_weights
 from core.training.preferences.reference import first_batches
 from core.training.resume.batch_plan import PlannedBatches
@@ -251,6 +252,7 @@ def _build_stages(
     stages: dict[int, nn.Module] = {}
     modules = model if isinstance(model, Mapping) else {0: model}
     for index, module in modules.items():
+        refuse_own_rows(module, "initialize", ps)
         # a GPTModel was built in its dtype, on its device
         if not isinstance(module, GPTModel):
             stages[index] = module.to(ps.device, dtype)
