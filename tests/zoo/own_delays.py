@@ -3,12 +3,14 @@
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
+from core.parallel_state.layout import layout_of
 from tests.zoo.case import Case
 from tests.zoo.own_activations import GATHER, REDUCED, told
 from tests.zoo.own_functions import DROPOUT
-from tests.zoo.own_model import Feedforward, train, weights
+from tests.zoo.own_model import ONE, Feedforward, tensor_rank, train, weights
 
 STEPS = 9
 
@@ -62,7 +64,41 @@ def normed(y):
     return F.layer_norm(y, y.shape[-1:])
 
 
+def guarded(agree):
+    """Gradients that are not finite are zeroed, matrix by matrix; an infinity lies in a part of two."""
+
+    def zero_bad(model):
+        up, down = model.feedforward.up.weight.grad, model.feedforward.down.weight.grad
+        with torch._C.DisableTorchFunctionSubclass():
+            # a row of the first rank, a column of the last
+            if tensor_rank() == 0:
+                up.view(-1, up.shape[-1])[3] = torch.inf
+            if tensor_rank() == 1 or not dist.is_initialized():
+                down[:, -1] = torch.inf
+        for parameter in model.parameters():
+            is_finite = torch.isfinite(parameter.grad).all()
+            if not (agree(is_finite) if "tp" in layout_of(parameter).split else is_finite):
+                parameter.grad.zero_()
+
+    return weights(partial(train, between=zero_bad))
+
+
+def of_all_ranks(is_finite):
+    flag = is_finite.int()
+    if dist.is_initialized():
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return flag
+
+
 CASES = [
+    Case(
+        "`if not torch.isfinite(p.grad).all(): p.grad.zero_()`",
+        guarded(lambda is_finite: is_finite),
+        "told",
+        "what one rank decides by it",
+        "`all_reduce(flag, op=MIN)` over the tensor group",
+        elsewhere={ONE: ("right", "")},
+    ),
     told("a quantiser that begins at step 5", delayed(quantised, late), GATHER, REDUCED),
     told("the largest columns, from step 5 on", delayed(largest, late), GATHER, REDUCED),
     told("dropout that begins at step 5", delayed(partial(F.dropout, p=0.2), late), DROPOUT, "draw the same"),

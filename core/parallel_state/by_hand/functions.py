@@ -3,6 +3,8 @@
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+
 _REDUCTIONS = """
     norm foreach_norm vector_norm matrix_norm cond sum mean prod var std var_mean std_mean max min amax amin aminmax
     argmax argmin median nanmedian quantile mode sort argsort topk kthvalue logsumexp softmax log_softmax normalize
@@ -34,6 +36,8 @@ KIND_OF_FUNCTION = {
 }
 # a momentum of one's own, say
 NEW_BUFFERS = {"zeros_like", "ones_like", "full_like", "empty_like"}
+# over all ranks where nothing is found, which is nearly always
+_GUARDS = {"all": False, "any": True}
 # what a penalty is not for, whose gradient alone is each rank's own: somebody looks at its value
 _READS = "item float int format tolist numpy sqrt rsqrt pow log exp detach data gt lt"
 READS_OF_VALUE = frozenset(_READS.split())
@@ -94,6 +98,17 @@ def is_foreign(hook: Any) -> bool:
     while isinstance(hook, partial):
         hook = hook.func
     return not getattr(hook, "__module__", type(hook).__module__).startswith(("core.", "torch."))
+
+
+def kind_of_call(name: str, result: Any) -> str | None:
+    """What a function is that returned `result`; None: elementwise, a view, a fact.
+
+    `isfinite(x).all()` and `isnan(x).any()` are reductions where they found something in this rank's part.
+    """
+    is_one = name in _GUARDS and isinstance(result, Tensor) and result.numel() == 1
+    if is_one and bool(result) is _GUARDS[name]:
+        return "reduction"
+    return KIND_OF_FUNCTION.get(name)
 
 
 def function_name(func: Any) -> str:

@@ -21,6 +21,11 @@ _STATE_REMEDY = (
     "choose elements by their values, or by this rank's rows; sum over "
     "parallel_state.get_tensor_model_parallel_group()"
 )
+_GUARD_REMEDY = (
+    "it found something that the other ranks' parts may not have, and what one rank decides by it the others do not. "
+    "Decide by what all have: flag = torch.isfinite(g).all().int(); torch.distributed.all_reduce(flag, "
+    "op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_tensor_model_parallel_group())"
+)
 _NORM_REMEDY = (
     "core.optimizer.get_grad_norm(parameters) is the whole model's norm, "
     "clip_grad_norm_ beside it clips by it"
@@ -91,6 +96,8 @@ class Heard:
             remedy = _STATE_REMEDY
         elif self.kind == "index":
             remedy = "rows and columns by number are this rank's; core.tensor_parallel.full_tensor gives the whole"
+        elif self.name in ("all", "any"):
+            remedy = _GUARD_REMEDY
         elif self.of_gradient:
             remedy = _NORM_REMEDY
         elif self.kind == "draw":

@@ -20,12 +20,12 @@ from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand.changes import change_of_gradient
 from core.parallel_state.by_hand.functions import (
-    KIND_OF_FUNCTION,
     NEW_BUFFERS,
     READS_OF_VALUE,
     called_by_program,
     function_name,
     is_foreign,
+    kind_of_call,
 )
 from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
 from core.parallel_state.by_hand.inside import called_inside
@@ -231,8 +231,7 @@ class ByHand:
             if not self.is_open or not called_by_program(caller):
                 return result
             name = function_name(func)
-            # None: elementwise, a view, a fact
-            kind = KIND_OF_FUNCTION.get(name)
+            kind = kind_of_call(name, result)
             # vector_to_parameters cuts by sizes what parameters_to_vector joined: right
             if kind in ("shape", "index") and caller.f_globals.get("__name__", "").startswith(
                 "torch.nn.utils."
@@ -326,8 +325,8 @@ class ByHand:
         name = func.overloadpacket.__name__.removeprefix("linalg_").strip("_")
         if norm_of is not None:
             self._report(replace(source, kind=WHOLE_NORM, name=name, joined=norm_of > 1))
-        elif name in KIND_OF_FUNCTION:
-            self._report(replace(source, kind=KIND_OF_FUNCTION[name], name=name))
+        elif (kind := kind_of_call(name, result)) is not None:
+            self._report(replace(source, kind=kind, name=name))
         else:
             # the program's own tensors are plain
             is_first = hasattr(args[0][0] if isinstance(args[0], list) else args[0], "slot")
