@@ -1,10 +1,17 @@
 """What is said where tensor ranks hold different values of what should be the same on all."""
 
+import warnings
 from collections.abc import Sequence
 
-from core.parallel_state.collectives import Group
+import torch
+from torch import Tensor
+
+from core.parallel_state.collectives import Group, all_gather
+from core.parallel_state.collectives.checks import fingerprint
 
 BATCH = "the batch"
+# gradients over one group, in its first backwards
+_COMPARED = 64
 
 
 def _layout_of_parts(shape: Sequence[int], ranks: int) -> str:
@@ -52,4 +59,26 @@ def difference_message(
         "weight wants copy_to_tensor_region(x, group) before it; random numbers that a forward draws (noise, "
         "DropPath) want one seed on all tensor ranks; an adapter around a "
         "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"
+    )
+
+
+@torch.no_grad()
+def compare_gradients(gradient: Tensor, group: Group) -> None:
+    """Tell, on all ranks, of a gradient of gathered columns that is not the same on each. One small all-gather."""
+    if group.compared == _COMPARED:
+        return
+    group.compared += 1
+    rank = fingerprint(gradient)
+    numbers = all_gather(rank[None].contiguous(), group)
+    tolerance = 1e-6 if gradient.dtype in (torch.float32, torch.float64) else 1e-2
+    off = (numbers - numbers[:1]).abs().amax()
+    if not numbers.isfinite().all() or off <= tolerance * numbers.abs().amax():
+        return
+    group.compared = _COMPARED
+    warnings.warn(
+        f"gather_from_tensor_region got another gradient on each of tensor ranks {list(group.ranks)}, of "
+        f"{list(gradient.shape)}, all columns: backward takes a rank's own columns of it, and loses what the others "
+        "have there. What is whole goes on alike on all ranks; core.tensor_parallel.scatter_to_tensor_region(x, "
+        "group) takes a rank's columns of it, in the place of `x.chunk(place.tp, -1)[place.rank]`",
+        stacklevel=2,
     )

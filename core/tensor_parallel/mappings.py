@@ -17,6 +17,7 @@ from core.autograd.gradients import has_main_grad, no_second_derivative
 from core.parallel_state import Layout, ParallelState, current_state, layout_of
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout, true_part
+from core.tensor_parallel.differences import compare_gradients
 
 
 def sequence_shard(x: Tensor, group: Group) -> Tensor:
@@ -122,6 +123,7 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
+        compare_gradients(gradient, ctx.group)
         return _split_last(gradient, ctx.group).contiguous(), None
 
 

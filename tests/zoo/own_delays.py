@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from core.parallel_state.layout import layout_of
+from core.tensor_parallel import gather_from_tensor_region, scatter_to_tensor_region
 from tests.zoo.case import Case
-from tests.zoo.own_activations import GATHER, REDUCED, told
+from tests.zoo.own_activations import GATHER, REDUCED, grouped, told
 from tests.zoo.own_functions import DROPOUT
 from tests.zoo.own_model import ONE, Feedforward, tensor_rank, train, weights
 
@@ -90,7 +91,23 @@ def of_all_ranks(is_finite):
     return flag
 
 
+def normed_whole(y, place, cut):
+    """A layer norm of all columns, and then this rank's."""
+    whole = gather_from_tensor_region(y, place.group)
+    return cut(F.layer_norm(whole, whole.shape[-1:]), place)
+
+
 CASES = [
+    told(
+        "all columns normed, `x.chunk(place.tp, -1)[place.rank]` of them",
+        grouped(lambda y, place: normed_whole(y, place, lambda x, place: x.chunk(place.tp, -1)[place.rank])),
+        "`scatter_to_tensor_region`",
+        "loses what the others have",
+    ),
+    Case(
+        "all columns normed, then `scatter_to_tensor_region`",
+        grouped(lambda y, place: normed_whole(y, place, lambda x, place: scatter_to_tensor_region(x, place.group))),
+    ),
     Case(
         "`if not torch.isfinite(p.grad).all(): p.grad.zero_()`",
         guarded(lambda is_finite: is_finite),

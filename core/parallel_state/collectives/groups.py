@@ -73,6 +73,8 @@ class Group:
     checked: bool = False
     traffic: Traffic = field(default_factory=Traffic)
     under_way: set[Any] = field(default_factory=set)
+    # gradients of gathered columns that were compared; the first ones are
+    compared: int = 0
 
     def __post_init__(self) -> None:
         self.size = len(self.ranks)
