@@ -1,9 +1,12 @@
 """Parameters that a `DataParallel` cannot sum, or that got nothing to sum, told to the user."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from inspect import isfunction, unwrap
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from core.autograd.gradients import has_main_grad
@@ -79,10 +82,29 @@ class RootHook:
         )
 
 
-def refuse_sparse(optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError: an optimizer of sparse gradients."""
+def refuse_sparse(optimizer: torch.optim.Optimizer, stages: Iterable[nn.Module]) -> None:
+    """Raise ValueError: torch's optimizer of sparse gradients. A program's own that looks for them is told."""
+    asks = _asks_of_sparse(type(optimizer))
+    if asks and any(getattr(part, "sparse", False) is True for m in stages for part in m.modules()):
+        warnings.warn(
+            f"{type(optimizer).__name__} asks whether gradients are sparse, and under DataParallel all are dense, of "
+            "nn.Embedding(sparse=True) as well: it takes its other branch, and updates rows that no token has "
+            "(momentum, decay). Skip rows whose gradient is 0, or keep the table outside of DataParallel",
+            stacklevel=4,
+        )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(
             "SparseAdam takes sparse gradients, and under DataParallel all are dense: they are summed in buckets, of "
             "nn.Embedding(sparse=True) as well. Take torch.optim.AdamW or Adam, or core.optimizer.ShardedAdamW"
         )
+
+
+def _asks_of_sparse(kind: type) -> bool:
+    """Whether methods of a program's own optimizer take sparse gradients apart."""
+    return any(
+        {"coalesce", "_indices", "_values"} & {*unwrap(method).__code__.co_names}
+        for cls in kind.__mro__
+        if not cls.__module__.startswith(("torch.", "core."))
+        for method in vars(cls).values()
+        if isfunction(method)
+    )

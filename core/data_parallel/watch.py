@@ -42,6 +42,8 @@ class UpdateWatch:
         self._agreement = agreement
         self._buffers = buffers
         self._stages = stages
+        # whose first step has begun
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._slots = slots
         self._take_weights = take_weights
         self._forwards = 0
@@ -127,7 +129,9 @@ class UpdateWatch:
                     slots.append(slot)
         if not slots:
             return
-        refuse_sparse(optimizer)
+        if optimizer not in self._optimizers:
+            refuse_sparse(optimizer, self._stages)
+            self._optimizers.add(optimizer)
         changes = 0.0
         missing = []
         summed = None

@@ -71,6 +71,28 @@ def columns_by_number(states):
             s["exp_avg"].view(-1)[:, 1]
 
 
+def pruned_like(states):
+    for s in states.values():
+        s["exp_avg"].mul_(torch.rand_like(s["exp_avg"]) > 0.9)
+
+
+def pruned_by_shape(states):
+    for s in states.values():
+        s["exp_avg"].mul_(torch.rand(s["exp_avg"].shape) > 0.9)
+
+
+def pruned_by_value(states):
+    for s in states.values():
+        s["exp_avg"].mul_(s["exp_avg"].abs() > 1e-3)
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+@pytest.mark.parametrize("look", [pruned_like, pruned_by_shape])
+def test_moments_pruned_at_random_are_told_once(ranks, look, zero_stage):
+    for told in ranks(said_of, look, zero_stage, 1, world=2):
+        assert len(told) == 1 and "choose elements by their values" in told[0], told
+
+
 @pytest.mark.parametrize("zero_stage, tp", [(1, 1), (3, 1), (0, 2)])
 @pytest.mark.parametrize("look", [rows_by_number, columns_by_number])
 def test_rows_of_a_part_by_number_are_told_once(ranks, look, zero_stage, tp):
@@ -79,7 +101,10 @@ def test_rows_of_a_part_by_number_are_told_once(ranks, look, zero_stage, tp):
         assert "not of the parameter's rows" in told[0]
 
 
-@pytest.mark.parametrize("look, zero_stage", [(norm, 0), (squares, 0), (written, 0), (written, 1), (written, 3)])
+@pytest.mark.parametrize(
+    "look, zero_stage",
+    [(norm, 0), (squares, 0), (written, 0), (written, 1), (written, 3), (pruned_by_value, 3), (pruned_like, 0)],
+)
 def test_whole_states_and_writes_hear_nothing(ranks, look, zero_stage):
     assert ranks(said_of, look, zero_stage, 1, world=2) == [[], []]
 

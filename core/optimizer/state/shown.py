@@ -23,6 +23,9 @@ _OWN_DICT = (
 _ANEW = "To begin anew load a state_dict() of before the first step, or make the optimizer anew"
 
 
+_ELEMENTWISE = {"mul", "imul", "add", "iadd", "sub", "isub", "div", "truediv", "where", "lerp"}
+
+
 class ReadOnlyStates(dict):
     """A view of states that lie in buckets: their tensors may be written to, the mapping may not."""
 
@@ -43,7 +46,7 @@ class StateByParameter(ReadOnlyStates):
     def __missing__(self, parameter: Tensor) -> NoReturn:
         raise KeyError(
             f"a parameter of shape {tuple(parameter.shape)} has no state here: under ZeRO each rank holds the states "
-            f"of its own part, this one those of {len(self)} parameters (optimizer.state lists them). "
+            f"of its own part, this one those of {len(self)} parameters (`if p in optimizer.state`). "
             f"{_OWN_DICT}"
         )
 
@@ -85,6 +88,8 @@ class ShownShard(ListenedTensor):
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if by_program:
+            if kind == "draw" or _takes_drawn(name, args):
+                shards[0].tell("draw", name)
             if kind in ("reduction", "product"):
                 shards[0].tell("sum", name)
             elif type(result) is Tensor and result.numel() == shards[0].numel():
@@ -101,14 +106,27 @@ def _by_values(shard: ShownShard, args: tuple) -> bool:
     return chosen is Ellipsis or (isinstance(chosen, slice) and chosen == slice(None))
 
 
+def _takes_drawn(name: str, args: tuple) -> bool:
+    """Whether it meets numbers for its elements that were not made of it: `v.mul_(torch.rand(v.shape))`."""
+    if name not in _ELEMENTWISE:
+        return False
+    shape = next(x.shape for x in args if isinstance(x, ShownShard))
+    return any(
+        type(x) is Tensor and x.shape == shape and bool((x != x.flatten()[:1]).any()) for x in args
+    )
+
+
 def shown(tensor: Tensor, tell: Callable[[str, str], None]) -> Tensor:
-    """An alias of `tensor` that calls tell("sum" or "index", name of the function) where a program does that."""
+    """An alias of `tensor` that calls tell(a key of `_REMEDIES`, name of the function) where a program does that."""
     shard = tensor.as_subclass(ShownShard)
     shard.tell = tell
     return shard
 
 
 _REMEDIES = {
+    "draw": "What is drawn for a part is not what one process draws for the whole, and ranks that are seeded alike "
+    "draw the same for theirs: choose elements by their values, or draw where states are whole, with zero_stage=0 "
+    "and one tensor rank",
     "sum": "Sum over the ranks that share it: parallel_state.get_data_parallel_group(with_context_parallel=True) "
     "under ZeRO, get_tensor_model_parallel_group() where tensor ranks split it",
     "index": "Under ZeRO they are a flat part, so numbers are of elements, not of the parameter's rows. Choose them "
