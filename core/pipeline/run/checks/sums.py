@@ -15,6 +15,7 @@ from core.autograd import GradSync, has_main_grad
 from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
+from core.pipeline.run.checks.own_gradients import OwnGradients
 from core.pipeline.run.checks.plain_loop import (
     UNIFORM,
     SampledElements,
@@ -65,16 +66,19 @@ class SumsWatch:
         # id of a parameter -> what its gradient was scaled by, by hand
         self._factors: dict[int, float] = {}
         before_optimizer_steps(self._look)
+        self._own_gradients = OwnGradients(modules, ps)
 
     def close(self) -> None:
         """Of an executor whose losses are means already: there is nothing to tell."""
         self._is_over = True
         self._forget()
+        self._own_gradients.close()
 
     @torch.no_grad()
     def after_step(self, result: StepResult, loss_scale: float | Tensor) -> StepResult:
         """Remember what the executor's step left; returns `result`."""
         self._forget()
+        self._own_gradients.after_step(result.num_tokens)
         if self._is_over:
             return result
         self._steps += 1
