@@ -1,5 +1,6 @@
 """Megatron's training loop with its optimizer and scheduler, against torch's AdamW in one process."""
 
+import warnings
 from functools import partial
 from math import cos, pi
 
@@ -347,3 +348,31 @@ def test_a_loss_scale_is_halved_at_an_overflow(ranks):
     ((kept, _),) = ranks(partial(half, 2, fp16=True, loss_scale=16.0), world=1)
     assert [each[-1] for each in kept] == [16.0, 16.0]
     assert kept[0][1] > 0
+
+
+def norms_of_main_grads():
+    """(what was said, the norm of a rank's part) of one split weight."""
+    mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(2, 1)
+    try:
+        config = a_config(tensor_model_parallel_size=2)
+        facts = DistributedDataParallelConfig(use_distributed_optimizer=True)
+        model = DistributedDataParallel(config=config, ddp_config=facts, module=build(config))
+        how = OptimizerConfig(optimizer="adam", lr=LR, use_distributed_optimizer=True)
+        get_megatron_optimizer(how, [model])
+        outputs(model, TOKENS[0]).mean().backward()
+        finalize_model_grads([model])
+        weight = dict(model.named_parameters())["module.decoder.layers.0.mlp.linear_fc2.weight"]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            part = weight.main_grad.float().norm()
+            whole = weight.main_grad.norm()
+        assert whole > part
+        return [str(w.message) for w in caught if "main_grad.norm()" in str(w.message)]
+    finally:
+        mpu.destroy_model_parallel()
+
+
+def test_a_norm_of_main_grad_is_the_whole_gradients_and_says_so(ranks):
+    for said in ranks(norms_of_main_grads, world=2):
+        assert len(said) == 1 and "a sum over tensor ranks counts it once for each" in said[0]

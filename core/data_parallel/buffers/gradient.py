@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.changes import ChangesByHand
 from core.data_parallel.buffers.life import Phase
-from core.data_parallel.buffers.norms import global_norms
+from core.data_parallel.buffers.norms import global_norms, warn_of_whole_norm
 from core.data_parallel.buffers.operations import (
     ADDS,
     ELEMENTWISE,
@@ -278,10 +278,12 @@ class BucketGradient(Tensor):
         if not local or func is UNSCALE:
             meet(slots, str(func))
         if func in NORMS and one_norm_per_tensor(func, args, kwargs, cls):
-            norms = global_norms(slots, args[1] if len(args) > 1 else 2)
-            norms = [norm.to(leaf.dtype) for norm, leaf in zip(norms, ours, strict=True)]
+            # before ranks meet: one that asks alone waits
+            warn_of_whole_norm([slot.parameter for slot in slots])
             if slots[0].listener is not None:
                 slots[0].listener(func, None, norm_of=len(ours))
+            norms = global_norms(slots, args[1] if len(args) > 1 else 2)
+            norms = [norm.to(leaf.dtype) for norm, leaf in zip(norms, ours, strict=True)]
             if func is aten._foreach_norm.Scalar:
                 return norms
             return norms[0]

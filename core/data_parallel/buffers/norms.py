@@ -1,5 +1,7 @@
 """Norms of gradients that are cut over ranks, tensor by tensor."""
 
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -7,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from core.autograd.gradients import is_shown
 from core.data_parallel.buffers.buffers import Buffer
+from core.parallel_state.by_hand.functions import called_by_program
 from core.parallel_state.collectives import Group, all_reduce
 from core.parallel_state.layout import layout_of
 
@@ -69,3 +73,18 @@ def _combine_norms(norms: Sequence[Tensor], order: float, group: Group) -> Tenso
     if order == 2:
         return total.sqrt()
     return total ** (1 / order)
+
+
+def warn_of_whole_norm(parameters: Sequence[Parameter]) -> None:
+    """A program of Megatron's asks for the norm of one `main_grad`, which is of a rank's part there."""
+    parameter = parameters[0]
+    is_part = "tp" in layout_of(parameter).split
+    is_read = len(parameters) == 1 and is_shown(getattr(parameter, "main_grad", None))
+    if is_part and is_read and called_by_program(sys._getframe(2)):
+        warnings.warn(
+            "main_grad.norm() is that of the whole gradient, of all tensor and data ranks, and all of them call it "
+            "together: one that calls it alone waits, and a sum over tensor ranks counts it once for each. In "
+            "Megatron it is of a rank's part: main_grad.float().norm(). core.optimizer.get_grad_norm(parameters) is "
+            "the model's",
+            stacklevel=4,
+        )
