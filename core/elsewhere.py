@@ -163,6 +163,8 @@ _TORCHRUN = "torchrun says it, and data ranks are those that parallel leaves"
 
 # names that no single field stands for: what to do instead
 REMARKS = {
+    "pipeline.layers": "leave it out: layers are divided by their costs; in a program gpt_stages(layers=...) divides "
+    "them otherwise",
     "documents": "python -m core.datasets.prepare --documents paragraph --output PREFIX does that, and PREFIX is "
     "data.train; a text that is given as data.train is cut by itself",
     "eval_only": "python -m core.training.evaluate RUN_OR_CHECKPOINT --data TEXT does that",

@@ -1,9 +1,14 @@
 """What is said to Megatron's fields and keywords that are another object here, or a field of the configuration."""
 
 import pytest
+import torch
 
 from core.interop.megatron import parallel_state as mpu
-from core.interop.megatron.distributed import DistributedDataParallelConfig
+from core.interop.megatron import utils
+from core.interop.megatron.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from core.interop.megatron.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from core.interop.megatron.models.gpt.gpt_model import GPTModel
+from core.interop.megatron.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.interop.megatron.pipeline_parallel.schedules import get_forward_backward_func
 from core.interop.megatron.transformer.transformer_config import TransformerConfig
 
@@ -70,3 +75,29 @@ def test_of_a_step():
     )
     with pytest.raises(ValueError, match=words):
         get_forward_backward_func()(model=[], forward_step_func=None, calculate_per_token_loss=True)
+
+
+def test_of_old_names():
+    for module, name, words in (
+        (mpu, "get_tensor_and_data_parallel_group", "two sums are the same"),
+        (mpu, "get_tensor_and_context_parallel_group", "two sums are the same"),
+        (mpu, "get_context_parallel_global_ranks", r"group\('cp'\).ranks"),
+        (mpu, "get_amax_reduction_group", "scales are of the present largest value"),
+        (utils, "is_te_min_version", "Transformer Engine is not used"),
+        (utils, "StragglerDetector", "torch.profiler"),
+    ):
+        with pytest.raises(ImportError, match=words):
+            getattr(module, name)
+
+
+def test_of_methods(fresh):
+    mpu.initialize_model_parallel(1, 1)
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=8, max_sequence_length=8)
+    model.set_input_tensor(None)
+    model.set_input_tensor([None])
+    with pytest.raises(ValueError, match=r"a stage here is called with it: model\(input_tensor"):
+        model.set_input_tensor(torch.ones(2, 1, 8))
+    wrapped = DistributedDataParallel(config=config, ddp_config=DistributedDataParallelConfig(), module=model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.1), [wrapped])
+    assert optimizer.chained_optimizers == [optimizer]

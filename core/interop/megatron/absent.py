@@ -108,7 +108,25 @@ _NAMES = {
     (
         "parallel_state",
         "get_tensor_and_context_parallel_group",
-    ): "ParallelState.mesh_for('cp', 'tp')",
+    ): "get_context_parallel_group(), then get_tensor_model_parallel_group(): two sums are the same",
+    (
+        "parallel_state",
+        "get_tensor_and_data_parallel_group",
+    ): "get_data_parallel_group(), then get_tensor_model_parallel_group(): two sums are the same",
+    (
+        "parallel_state",
+        "get_context_parallel_global_ranks",
+    ): "current_state().group('cp').ranks of core.parallel_state (the group is None over 1 rank)",
+    (
+        "parallel_state",
+        "get_amax_reduction_group",
+    ): "leave it out: FP8's scales are of the present largest value",
+    ("utils", "is_te_min_version"): "leave it out: Transformer Engine is not used",
+    ("utils", "get_te_version"): "leave it out: Transformer Engine is not used",
+    (
+        "utils",
+        "StragglerDetector",
+    ): "timings of each rank in metrics.jsonl of a run; or torch.profiler",
     (
         "parallel_state",
         "is_rank_in_embedding_group",

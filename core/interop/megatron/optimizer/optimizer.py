@@ -37,6 +37,11 @@ class MegatronOptimizer:
         return self.optimizer.param_groups
 
     @property
+    def chained_optimizers(self) -> list["MegatronOptimizer"]:
+        """Itself: experts' and other parameters have one."""
+        return [self]
+
+    @property
     def state(self) -> dict[Tensor, dict[str, Tensor]]:
         """parameter -> exp_avg and the others, this rank's shard."""
         return self.optimizer.state

@@ -72,7 +72,7 @@ def _remark(name: str, fields_by_name: Mapping[str, Field]) -> str:
         for answers in (MEGATRON, DEEPSPEED, HUGGINGFACE):
             if key in answers:
                 return answers[key]
-    return REMARKS.get(key, "")
+    return REMARKS.get(name) or REMARKS.get(key, "")
 
 
 def _nearest(name: str, section: str, key: str, fields_by_name: Mapping[str, Field]) -> list[str]:

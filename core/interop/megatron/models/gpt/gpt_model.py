@@ -93,6 +93,15 @@ class GPTModel(ours.GPTModel):
             return self.embedding.word_embeddings.weight
         return None if self.output_layer is None else self.output_layer.weight
 
+    def set_input_tensor(self, input_tensor: Any) -> None:
+        """Nothing for None, as Megatron's schedules give the first stage. Raises ValueError: an activation."""
+        given = input_tensor if isinstance(input_tensor, (list, tuple)) else [input_tensor]
+        if any(x is not None for x in given):
+            raise ValueError(
+                "set_input_tensor was given 1 activation, and a stage here is called with it: model(input_tensor, "
+                "labels=...); get_forward_backward_func() does so by itself"
+            )
+
     def forward(
         self,
         input_ids: Tensor,
