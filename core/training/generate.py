@@ -14,7 +14,7 @@ from typing import Any
 
 from core.datasets.corpus.conversations import ChatTemplate
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer, load_tokenizer
-from core.datasets.tokenizers.folder import stop_tokens, without_tokenizer
+from core.datasets.tokenizers.folder import sampling_of, stop_tokens, without_tokenizer
 from core.dist_checkpointing.publish.manifest import MANIFEST
 from core.dist_checkpointing.reading.loading import load, open_stored
 from core.dist_checkpointing.reading.newest import newest_checkpoint
@@ -109,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments_of_model = from_huggingface(source).arguments()
         file = Path(options.tokenizer or source / "tokenizer.json")
         tokenizer = load_tokenizer(file, options.end_of_text)
+    if not is_checkpoint or options.source:
+        _tell_of_sampling(source, options)
     stop = _stop(options, source if not is_checkpoint or options.source else None, tokenizer)
     prompts = _prompt_tokens(options, tokenizer, file)
     # the embedding may have more rows than the tokenizer tokens (padding), never fewer
@@ -131,6 +133,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ps.leave()
         destroy_model_parallel()
     return 0
+
+
+def _tell_of_sampling(folder: Path, options: argparse.Namespace) -> None:
+    """Of what generation_config.json says and the flags do not: nothing of it is read."""
+    said = {k: v for k, v in sampling_of(folder).items() if not getattr(options, k, None)}
+    if not said:
+        return
+    flags = " ".join(
+        f"--{name.replace('_', '-')} {v}" for name, v in said.items() if hasattr(options, name)
+    )
+    others = ", ".join(name for name in said if not hasattr(options, name))
+    remedies = [f"give {flags}"] if flags else []
+    remedies += [f"{others}: not here"] if others else []
+    values = ", ".join(f"{name}={value}" for name, value in said.items())
+    print(
+        f"note: generation_config.json says {values}, which is not read; {'; '.join(remedies)}",
+        file=sys.stderr,
+    )
 
 
 def _stop(options: argparse.Namespace, folder: Path | None, tokenizer: AnyTokenizer) -> list[int]:

@@ -137,6 +137,22 @@ def test_a_text_ends_where_the_folder_says(folder, tmp_path, capsys):
     assert stop_tokens(tmp_path / "first") == []
 
 
+def test_sampling_of_the_folder_that_is_not_read_is_told(folder, tmp_path, capsys):
+    told = tmp_path / "told"
+    shutil.copytree(folder, told)
+    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.05, "eos_token_id": 0}
+    words = [str(told), "--prompt", "import os", "--new-tokens", "1"]
+    (told / "generation_config.json").write_text(json.dumps(said))
+    assert main([*words, "--top-p", "0.9", "--temperature", "1.0"]) == 0
+    message = capsys.readouterr().err
+    assert "says repetition_penalty=1.05, which is not read; repetition_penalty: not here" in message
+    assert main(words) == 0
+    assert "give --temperature 0.6 --top-p 0.9; repetition_penalty: not here" in capsys.readouterr().err
+    (told / "generation_config.json").write_text(json.dumps(said | {"do_sample": False, "repetition_penalty": 1.0}))
+    assert main(words) == 0
+    assert "generation_config" not in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def chatty(folder, tmp_path_factory):
     """The folder with a token before each text, and a chat template whose turns are special tokens."""

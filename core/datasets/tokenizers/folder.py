@@ -100,6 +100,17 @@ def stop_tokens(folder: str | Path) -> list[int]:
     return []
 
 
+def sampling_of(folder: str | Path) -> dict[str, Any]:
+    """How generation_config.json has transformers' `generate` choose tokens; what changes nothing is left out."""
+    said = _read(Path(folder) / "generation_config.json")
+    plain = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "num_beams": 1}
+    found = {name: said[name] for name, value in plain.items() if said.get(name, value) != value}
+    if said.get("do_sample"):
+        drawn = ("temperature", "top_k", "top_p", "min_p")
+        found |= {name: said[name] for name in drawn if said.get(name) is not None}
+    return found
+
+
 def padding_token(folder: str | Path) -> int | None:
     """`pad_token_id` of config.json."""
     found = _read(Path(folder) / "config.json").get("pad_token_id")
