@@ -61,6 +61,12 @@ def test_kimi_is_read_as_what_it_is():
         from_huggingface(fields | {"model_type": "kimi_k9"})
 
 
+def test_the_bias_of_experts_stays_as_in_transformers():
+    fields = TODAY["deepseek_v3"]().to_dict()
+    assert from_huggingface(fields).config.moe_router_enable_expert_bias
+    assert from_huggingface(fields).config.moe_router_bias_update_rate == 0.0
+
+
 V3, V2 = (TODAY[kind]().to_dict() for kind in ("deepseek_v3", "deepseek_v2"))
 REFUSED = [
     (V3, {"attention_bias": True}, r"attention_bias=True is not supported"),

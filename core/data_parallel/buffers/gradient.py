@@ -278,8 +278,7 @@ class BucketGradient(Tensor):
         if not local or func is UNSCALE:
             meet(slots, str(func))
         if func in NORMS and one_norm_per_tensor(func, args, kwargs, cls):
-            # before ranks meet: one that asks alone waits
-            warn_of_whole_norm([slot.parameter for slot in slots])
+            warn_of_whole_norm([slot.parameter for slot in slots])  # before ranks meet
             if slots[0].listener is not None:
                 slots[0].listener(func, None, norm_of=len(ours))
             norms = global_norms(slots, args[1] if len(args) > 1 else 2)

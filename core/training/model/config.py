@@ -283,8 +283,8 @@ class ModelConfig:
     def transformer(self) -> TransformerConfig:
         """The model's TransformerConfig. Raises ValueError with every mistake."""
         if self._folder is not None:
-            dropout = model_facts.dropout_given(vars(self))
-            return replace(self._folder.config, **self._fp8, **dropout)
+            beside = model_facts.given_beside_folder(vars(self))
+            return replace(self._folder.config, **self._fp8, **beside)
         return TransformerConfig(
             **model_facts.transformer_arguments(vars(self)), params_dtype=self.dtype, **self._fp8
         )

@@ -71,6 +71,8 @@ DEFAULTS: dict[str, Any] = {
 FACTS = (*DEFAULTS, "windows", "moe_layer_freq")
 # how a model is trained, not what it is: they may be given beside a folder
 _DROPOUT = ("dropout", "hidden_dropout", "attention_dropout")
+# that no config.json says
+_OF_TRAINING = ("moe_router_bias_update_rate",)
 _ROTARY = ("rotary_base", "rotary_percent", "rotary_scaling")
 _OF_STYLE = (
     "normalization",
@@ -126,7 +128,7 @@ def rules(values: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
     if folder is not None:
         for name in given(values):
             yield (
-                name in _DROPOUT,
+                name in (*_DROPOUT, *_OF_TRAINING),
                 f"model.{name}={values[name]} is given beside model.huggingface={folder}, whose config.json says it "
                 f"too; leave model.{name} out",
             )
@@ -262,11 +264,12 @@ def of_preset(name: str, preset: str | None) -> bool:
     return name in gpt.PRESETS[preset].facts or name in ("style", "tie_embeddings", *_OF_STYLE)
 
 
-def dropout_given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What is said of dropout beside a folder, in place of what its config.json says."""
+def given_beside_folder(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is said of training beside a folder, in place of what its config.json says."""
     both = values["dropout"]
     found = {name: values[name] for name in ("hidden_dropout", "attention_dropout")}
     found = {name: both if value is None else value for name, value in found.items()}
+    found |= {name: values[name] for name in _OF_TRAINING}
     return {name: value for name, value in found.items() if value is not None}
 
 

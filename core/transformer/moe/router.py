@@ -75,7 +75,8 @@ class Router(SpreadModule):
         zeros = torch.zeros(experts, dtype=torch.float32, device=device)
         self.register_buffer("expert_bias", zeros if config.moe_router_enable_expert_bias else None)
         self.register_buffer("rows_of_last_step", zeros.clone() if is_global else None)
-        self.load = Load(experts, remembers=is_global or config.moe_router_enable_expert_bias)
+        moves = config.moe_router_enable_expert_bias and self.bias_rate > 0
+        self.load = Load(experts, remembers=is_global or moves)
         Loads.of(build).routers.append(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
@@ -98,8 +99,8 @@ class Router(SpreadModule):
                 self._buffers[name] = torch.zeros_like(buffer, device=self.weight.device)
 
     def end_step(self, rows: Tensor) -> None:
-        """rows: int64 [E], how many each expert got in the step, on all ranks together."""
-        if self.expert_bias is not None:
+        """rows: int64 [E], how many each expert got in the step, on all ranks together. A frozen router stays."""
+        if self.expert_bias is not None and self.weight.requires_grad:
             # by its sign only, as in the paper: the step does not depend on how many tokens there are
             counts = rows.to(self.expert_bias.dtype)
             self.expert_bias.add_(torch.sign(counts.mean() - counts), alpha=self.bias_rate)

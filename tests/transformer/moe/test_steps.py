@@ -76,6 +76,11 @@ def test_the_bias_chooses_and_does_not_weigh():
     before = router.expert_bias.clone()
     router.end_step(torch.tensor([30, 20, 10, 20]))
     torch.testing.assert_close(router.expert_bias - before, torch.tensor([-0.02, 0.0, 0.02, 0.0]))
+    # frozen, as under LoRA, it stays
+    router.weight.requires_grad_(False)
+    moved = router.expert_bias.clone()
+    router.end_step(torch.tensor([30, 20, 10, 20]))
+    assert torch.equal(router.expert_bias, moved)
 
 
 def test_a_step_counts_each_row_once():

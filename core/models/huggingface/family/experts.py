@@ -147,6 +147,8 @@ class Glm4Moe(LlamaLike):
             "moe_shared_expert_intermediate_size": width * shared,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
+            # transformers leaves it as it is; its makers move it in pretraining
+            "moe_router_bias_update_rate": 0.0,
             "moe_router_topk_scaling_factor": float(
                 facts.get("routed_scaling_factor", self.scaling)
             ),
