@@ -40,6 +40,12 @@ _BLOCK = 1 << 20
 Array = npt.NDArray[np.integer]
 
 
+def _bin_alone(prefix: str) -> Path | None:
+    """A .bin that is meant, with or without its ending, and has no .idx."""
+    tokens, index = file_paths(prefix.removesuffix(".bin"))
+    return tokens if tokens.is_file() and not index.is_file() else None
+
+
 def file_paths(prefix: str | Path) -> tuple[Path, Path]:
     """The two files of a prefix: `prefix.bin` (tokens) and `prefix.idx` (documents)."""
     return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
@@ -59,6 +65,13 @@ class TokenFile:
         for path in (self._bin_path, self._idx_path):
             if not path.is_file():
                 remedy = f"make it with `python -m core.datasets.prepare --output {prefix}`"
+                if alone := _bin_alone(self.prefix):
+                    raise FileNotFoundError(
+                        f"{alone} has no {alone.with_suffix('.idx').name} beside it: a token file is a .bin and an "
+                        ".idx, of other programs (nanoGPT) a .bin holds token ids alone. Write them under another "
+                        "name: with TokenFileWriter(PREFIX, vocab_size=N) as writer: writer.add_document("
+                        f"numpy.memmap('{alone}', 'uint16'))"
+                    )
                 if self.prefix.endswith((".bin", ".idx")) and Path(prefix).is_file():
                     remedy = f"give {self.prefix[:-4]}, what their names begin with"
                 elif Path(prefix).exists():

@@ -6,7 +6,7 @@ import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -78,6 +78,7 @@ class TokenFileWriter:
             raise ValueError(
                 f"{card_path(prefix)} exists and is no card of a token file; choose another prefix, or move it away"
             )
+        _refuse_foreign(prefix, has_card_after=tokenizer is not None)
         self.vocab_size = vocab_size
         self.text_bytes = 0
         self.skipped: Counter[str] = Counter()
@@ -213,11 +214,18 @@ class TokenFileWriter:
         self._paths[3].unlink(missing_ok=True)
         # the card and tokenizer of an earlier file do not describe this one
         inherited = has_card(self._prefix)
-        for number, (temporary, path) in enumerate(zip(self._temporary, self._paths, strict=True)):
-            if number in written:
-                temporary.replace(path)
-            elif inherited:
-                path.unlink(missing_ok=True)
+        try:
+            for number, (temporary, path) in enumerate(
+                zip(self._temporary, self._paths, strict=True)
+            ):
+                if number in written:
+                    temporary.replace(path)
+                elif inherited:
+                    path.unlink(missing_ok=True)
+        except BaseException:
+            # without .idx it would be taken for another program's
+            self._paths[0].unlink(missing_ok=True)
+            raise
         _sync_directory(self._paths[3].parent)
 
     def _card(self, tokenizer: AnyTokenizer, idx_sha256: str) -> TokenCard:
@@ -286,16 +294,43 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _refuse_foreign(prefix: str | Path, *, has_card_after: bool) -> None:
+    """Raise ValueError for token files that nothing proves to be of a writer's making: nanoGPT's train.bin, say."""
+    tokens, index = file_paths(prefix)
+    if has_card(prefix) or any(_abandoned([tokens, index])):
+        return
+    if index.exists():
+        with index.open("rb") as file:
+            is_index = file.read(len(MAGIC)) == MAGIC
+        # without a card: another program's preprocess_data.py, or a writer without a tokenizer
+        if is_index and not has_card_after:
+            return
+        found, why = index, "no card says who made it" if is_index else "it is no token index"
+    elif tokens.exists():
+        found, why = tokens, f"{index.name} is not beside it, so it is another program's"
+    else:
+        return
+    raise ValueError(
+        f"{found} exists and would be replaced, and {why}; choose another prefix, or move it away"
+    )
+
+
 def _temporary(paths: Sequence[Path], process: int) -> tuple[Path, ...]:
     """The process id: two processes that prepare the same file must not write into each other's."""
     return tuple(Path(f"{path}.{process}.tmp") for path in paths)
 
 
-def _remove_abandoned(paths: Sequence[Path]) -> None:
-    """Temporary files of writers that were killed, for who has the lock: nothing else would ever free their space."""
+def _abandoned(paths: Sequence[Path]) -> Iterator[Path]:
+    """Temporary files of writers that were killed."""
     names = "|".join(re.escape(path.name) for path in paths)
-    abandoned = re.compile(rf"(?:{names})\.\d+\.tmp")
-    for entry in os.listdir(paths[0].parent):
-        if abandoned.fullmatch(entry):
-            with contextlib.suppress(OSError):
-                (paths[0].parent / entry).unlink()
+    name = re.compile(rf"(?:{names})\.\d+\.tmp")
+    folder = paths[0].parent
+    if folder.is_dir():
+        yield from (folder / entry for entry in os.listdir(folder) if name.fullmatch(entry))
+
+
+def _remove_abandoned(paths: Sequence[Path]) -> None:
+    """For who has the lock: nothing else would ever free their space."""
+    for path in _abandoned(paths):
+        with contextlib.suppress(OSError):
+            path.unlink()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from core.datasets.token_file import TokenFile
 from core.datasets.token_file_writer import TokenFileWriter
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 
 DOCUMENTS = [[1, 2, 3], [], [4, 500]]
 
@@ -222,5 +223,32 @@ def test_death_between_the_renames_leaves_nothing_that_opens(tmp_path, monkeypat
     monkeypatch.setattr(Path, "replace", dies)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "a", [[8, 8, 8], [], [8, 8]])  # the same lengths: a mixture would look whole
-    with pytest.raises(FileNotFoundError, match=r"a\.idx"):
+    with pytest.raises(FileNotFoundError, match=r"a\.bin"):
         TokenFile(tmp_path / "a")
+    write(tmp_path / "a", [[8, 8, 8]])
+    assert TokenFile(tmp_path / "a").num_tokens == 3
+
+
+def test_files_of_other_programs_stay(tmp_path):
+    """nanoGPT's train.bin holds ids alone."""
+    np.arange(9, dtype="uint16").tofile(tmp_path / "train.bin")
+    before = (tmp_path / "train.bin").read_bytes()
+    for name in ("train", "train.bin"):
+        with pytest.raises(FileNotFoundError, match=r"train.bin has no train.idx beside it.*under another name"):
+            TokenFile(tmp_path / name)
+    with pytest.raises(ValueError, match=r"train.bin exists and would be replaced.*choose another prefix"):
+        TokenFileWriter(tmp_path / "train", vocab_size=9)
+    assert (tmp_path / "train.bin").read_bytes() == before
+    with TokenFileWriter(tmp_path / "mine", vocab_size=9) as writer:
+        writer.add_document(np.memmap(tmp_path / "train.bin", "uint16"))
+    assert TokenFile(tmp_path / "mine").tokens(0, 9).tolist() == [*range(9)]
+
+    (tmp_path / "mine.idx").write_bytes(b"something else")
+    with pytest.raises(ValueError, match=r"mine.idx exists and would be replaced, and it is no token index"):
+        TokenFileWriter(tmp_path / "mine", vocab_size=9)
+
+
+def test_megatrons_files_stay_where_a_text_is_prepared(tmp_path):
+    write(tmp_path / "a", DOCUMENTS)  # without a card, as preprocess_data.py leaves them
+    with pytest.raises(ValueError, match=r"a.idx exists and would be replaced, and no card says who made it"):
+        TokenFileWriter(tmp_path / "a", vocab_size=257, tokenizer=ByteTokenizer())
