@@ -225,6 +225,7 @@ def test_death_between_the_renames_leaves_nothing_that_opens(tmp_path, monkeypat
         write(tmp_path / "a", [[8, 8, 8], [], [8, 8]])  # the same lengths: a mixture would look whole
     with pytest.raises(FileNotFoundError, match=r"a\.bin"):
         TokenFile(tmp_path / "a")
+    monkeypatch.undo()
     write(tmp_path / "a", [[8, 8, 8]])
     assert TokenFile(tmp_path / "a").num_tokens == 3
 
