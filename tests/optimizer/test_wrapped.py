@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedAdamW, sharded_state_dict
@@ -72,3 +73,13 @@ def test_a_second_step_on_the_same_gradients_is_refused(ranks):
 def test_states_of_a_module_alone_are_asked_elsewhere():
     with pytest.raises(ValueError, match=r"takes the DataParallel, not its Linear.*core.dist_checkpointing"):
         sharded_state_dict(nn.Linear(2, 2))
+
+
+def test_torchs_state_dict_of_checkpoints_is_told_the_way():
+    model = nn.Linear(4, 4)
+    optimizer = ShardedAdamW(DataParallel(model, state()), OptimizerConfig(lr=0.1))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match=r"use optimizer\.sharded_state_dict\(\)"):
+        get_state_dict(model, optimizer)

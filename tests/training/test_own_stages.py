@@ -9,6 +9,7 @@ import torch
 
 from core import dist_checkpointing
 from core.training import RunConfig, initialize
+from tests.pool import RankError
 from tests.training.test_model_facts import fields_of, trained
 from tests.training.tiny import prepared
 
@@ -58,6 +59,18 @@ def test_weights_that_a_program_saved_of_the_module_itself_begin_a_run(made, pro
     begun, *_ = initialize(config=RunConfig.from_dict(fields | weights))
     for (name, tensor), want in zip(begun.module.named_parameters(), saved.module.parameters(), strict=True):
         assert torch.equal(tensor, want), name
+
+
+def test_weights_of_a_module_do_not_begin_a_pipeline(ranks, made, program, tmp_path):
+    fields = run_of(made, tmp_path, "nameless:build", 1) | {"checkpoint.directory": None}
+    saved, *_ = initialize(config=RunConfig.from_dict(fields))
+    dist_checkpointing.save({"model": saved.module.state_dict()}, tmp_path / "plain")
+    two = run_of(made, tmp_path, "nameless:build", 1, parallel__pipeline=2)
+    two["checkpoint.weights"] = str(tmp_path / "plain")
+    with pytest.raises(
+        RankError, match=r"the stages of parallel\.pipeline=2 do not have: begin with parallel\.pipeline=1"
+    ):
+        ranks(trained, two, program, world=2)
 
 
 def test_names_of_one_pipeline_are_told(ranks, made, program, tmp_path):

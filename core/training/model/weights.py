@@ -98,7 +98,14 @@ def load_weights(
     _, report = load({"model": state}, url, ps=ps, cast=True, strict="report")
     problems = _of_report(report)
     if problems:
-        raise ValueError(_refusal(url, problems, arrays))
+        refusal = _refusal(url, problems, arrays)
+        if ps.size("pp") > 1 and len(problems) >= arrays:
+            refusal += (
+                f". Or it was saved as one module, {{'model': module.state_dict()}}, whose names the stages of "
+                f"parallel.pipeline={ps.size('pp')} do not have: begin with parallel.pipeline=1, or save it from "
+                "the stages (sharded_state_dict, or a run's checkpoint)"
+            )
+        raise ValueError(refusal)
     say(f"weights of {url}: {arrays} arrays")
     saved_model: Any = open_stored(url).run.get("model")
     gpt = next((stage for stage in stages.values() if isinstance(stage, GPTModel)), None)
