@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from core.data_parallel import DataParallel
-from core.dist_checkpointing import CheckpointManager, ShardedTensor, load_plain_tensors, save
+from core.dist_checkpointing import CheckpointManager, ShardedTensor, load, load_plain_tensors, save
 from core.dist_checkpointing.format.arrays import ArrayInfo
 from core.dist_checkpointing.planning.plan import plan_writes
 from core.dist_checkpointing.state.mapping import sharded_state_dict
@@ -143,3 +143,20 @@ def test_buffers_of_a_tensor_ranks_own_channels_are_told(ranks, tmp_path, axis, 
         else:
             (message,) = told
             assert "model/running_mean differs between tensor ranks 0 and 1" in message
+
+
+def save_draws(root):
+    ps = parallel()
+    torch.manual_seed(ps.rank)
+    draws = torch.get_rng_state()
+    for own in (draws, bytes(draws.numpy())):
+        with pytest.raises(ValueError, match=r"a key of its own.*\{f'rank\{rank\}': value\}") as told:
+            save({"draws": {"torch": own}}, f"{root}/x", ps=ps)
+        assert len(str(told.value)) < 500
+    save({"draws": {f"rank{ps.rank}": draws}}, f"{root}/x", ps=ps)
+    found = load({"draws": {f"rank{ps.rank}": torch.zeros_like(draws)}}, f"{root}/x", ps=ps)
+    assert torch.equal(found["draws"][f"rank{ps.rank}"], draws)
+
+
+def test_states_of_random_numbers_have_a_key_on_each_rank(ranks, tmp_path):
+    ranks(save_draws, str(tmp_path), world=2)

@@ -93,10 +93,13 @@ def _raise_first_difference(
     for number, (key, box) in enumerate(parts):
         for rank in ranks[1:]:
             if digests_by_rank[rank][number] != digests_by_rank[ranks[0]][number]:
-                raise ValueError(_difference(key, box, (ranks[0], rank), ps))
+                is_integer = ps.rank in ranks and not data[key, box].is_floating_point()
+                raise ValueError(_difference(key, box, (ranks[0], rank), ps, is_integer=is_integer))
 
 
-def _difference(key: str, box: Box, ranks: tuple[int, int], ps: ParallelState) -> str:
+def _difference(
+    key: str, box: Box, ranks: tuple[int, int], ps: ParallelState, *, is_integer: bool
+) -> str:
     first, second = ranks
     told = (
         f"{key} at {list(box)} differs between rank {first} and rank {second}, which both hold it"
@@ -107,6 +110,11 @@ def _difference(key: str, box: Box, ranks: tuple[int, int], ps: ParallelState) -
             f"{told}. Of a pipeline's stages with equal names give a mapping {{stage number: module}} to "
             "DataParallel and sharded_state_dict; a layer that several stages share needs one gradient, summed over "
             "them"
+        )
+    if is_integer:
+        return (
+            f"{told}: nothing was saved. What is each rank's own, a state of random numbers, has a key of its own, "
+            "{f'rank{rank}': value}, and each rank loads its own; what is meant to be the same is broadcast first"
         )
     return (
         f"{told}: nothing was saved. Replicas differ where gradients are not summed before a step (DataParallel does "

@@ -273,8 +273,12 @@ def merge_objects(objects_by_rank: Sequence[Mapping[str, Any]]) -> dict[str, Any
     for rank, objects in enumerate(objects_by_rank):
         for key, value in objects.items():
             if merged.setdefault(key, value) != value:
+                texts = [
+                    text if len(text) < 90 else f"{text[:80]} ..."
+                    for text in (repr(value), repr(merged[key]))
+                ]
                 raise ValueError(
-                    f"rank {rank} has {key}={value!r}, another one {merged[key]!r}; an object must be the same on "
-                    "all ranks, or have a key of its own on each"
+                    f"rank {rank} has {key}={texts[0]}, another one {texts[1]}; an object must be the same on all "
+                    "ranks, or have a key of its own on each, {f'rank{rank}': value}"
                 )
     return merged
