@@ -96,7 +96,7 @@ def pretrain(loaded: Loaded, run: RunConfig, ps: ParallelState) -> None:
     # collective, so before rank 0 writes its report alone
     steps = last_step(executor)
     prompt = corpus.prompt(s // 2 or 1)
-    written = sample(stages, prompt, executor)
+    written = sample(stages, prompt, executor, corpus.tokenizer.vocab_size)
     if ps.rank == 0:
         text = Sample.of(corpus.tokenizer, prompt, written)
         tell(loaded, log, corpus, steps, text, ps, parameters, console.say)

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"{started} processes for --parallel.tensor {options.tensor}; start as many: torchrun --nproc-per-node"
         )
+    # before anything is read, for its rules
     sampling = Sampling(
         temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed
     )
@@ -111,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer = load_tokenizer(file, options.end_of_text)
     if not is_checkpoint or options.source:
         _tell_of_sampling(source, options)
+    sampling = replace(sampling, vocab_size=tokenizer.vocab_size)
     stop = _stop(options, source if not is_checkpoint or options.source else None, tokenizer)
     prompts = _prompt_tokens(options, tokenizer, file)
     # the embedding may have more rows than the tokenizer tokens (padding), never fewer

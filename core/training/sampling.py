@@ -13,6 +13,8 @@ class Sampling:
     """temperature: 0 takes the likeliest token, else logits are divided by it. top_k: only the k likeliest are drawn.
     top_p: only the likeliest that together have at least this probability are (nucleus sampling, arXiv 1904.09751).
 
+    vocab_size: of the tokenizer, where the model's table has more rows (padding): these are no tokens.
+
     Raises ValueError with every rule that does not hold.
     """
 
@@ -20,6 +22,7 @@ class Sampling:
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         rules = [
@@ -34,6 +37,7 @@ class Sampling:
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
         """A token by its logits [v]. ValueError: they are not finite numbers."""
+        logits = logits[: self.vocab_size]
         # of NaN the first, where there is one
         likeliest = logits.argmax()
         if bool(logits[likeliest].isnan()):

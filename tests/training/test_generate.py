@@ -5,6 +5,7 @@ import torch
 
 from core.parallel_state import ParallelState
 from core.training.generate import generate
+from core.training.sampling import Sampling
 from tests.models.gpt import POSITIONS, VOCAB, gpt
 from tests.states import state
 
@@ -89,3 +90,12 @@ def few_positions():
 
 def test_sequence_shards_of_an_odd_number_of_positions(ranks):
     assert ranks(few_positions) == [6, 6]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_rows_that_pad_the_table_are_no_tokens(temperature):
+    logits = torch.zeros(8)
+    logits[6] = 9.0
+    chosen = Sampling(temperature=temperature, vocab_size=5).choose(logits, torch.Generator().manual_seed(1))
+    assert chosen < 5
+    assert Sampling().choose(logits, torch.Generator()) == 6

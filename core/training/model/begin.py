@@ -15,11 +15,12 @@ from core.parallel_state import Init, ParallelState
 from core.parallel_state.modules import named_parameters
 from core.pipeline import Pipeline, SingleStage
 from core.training.config import ModelConfig, PipelineConfig, RunConfig
-from core.training.generation import generate
+from core.training.generation import generate_batch
 from core.training.log.metrics import flops_per_token
 from core.training.model.own import own_stages
 from core.training.model.weights import load_weights
 from core.training.run.build import count_parameters, count_trained
+from core.training.sampling import Sampling
 
 
 def build_stages(
@@ -191,10 +192,15 @@ def step_flops_per_token(
 
 
 def sample(
-    stages: Mapping[int, nn.Module], prompt: list[int], executor: SingleStage | Pipeline
+    stages: Mapping[int, nn.Module],
+    prompt: list[int],
+    executor: SingleStage | Pipeline,
+    vocab_size: int,
 ) -> list[int]:
-    """`prompt` and 100 tokens more; of a model of one's own the prompt alone. Collective."""
+    """`prompt` and 100 tokens of the tokenizer's more; of a model of one's own the prompt alone. Collective."""
     first = stages[min(stages)]
     if not isinstance(first, GPTModel):
         return prompt
-    return generate(first, prompt, new_tokens=100, temperature=0.7, executor=executor)
+    how = Sampling(temperature=0.7, vocab_size=vocab_size)
+    (text,) = generate_batch(first, [prompt], new_tokens=100, sampling=how, executor=executor)
+    return text
