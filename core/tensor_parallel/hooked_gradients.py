@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from core.parallel_state.by_hand import is_foreign, split_axes
+from core.parallel_state.by_hand.as_written import is_compiled
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.collectives import Group
 from core.parallel_state.layout import layout_of
-from core.tensor_parallel.looked_at import is_compiled
 from core.tensor_parallel.split_activations import SplitActivations
 
 # of gradients of a module's input, and of its output: the dims that tensor ranks split, by how many dims there are

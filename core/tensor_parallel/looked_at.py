@@ -11,38 +11,19 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor, nn
 
+from core.parallel_state.by_hand.as_written import is_compiled, run_as_written
+
 _FIRST = 2
 # and each 67th, a multiple of no period that a program would have: other functions may make as many nodes
 _EVERY = 67
 # how many more are followed for the number of their nodes: loops over data make another one each time
 _MOST = 500
-# FlexAttention makes all scores of a head where it is not compiled
-_FEW_ROWS = 1024
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether a part of it is compiled: its guards are on hooks and on classes of tensors."""
-    return any(
-        getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod")
-        for part in module.modules()
-    )
 
 
 def _compiled_frames() -> int:
     """How many frames were compiled until now."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.counters["frames"]["total"] if dynamo is not None else 0
-
-
-def _is_half_free(device: torch.device) -> bool:
-    """Whether the device's memory is: uncompiled code keeps more activations."""
-    if device.type == "cpu":
-        return True
-    memory = getattr(getattr(torch, device.type, None), "mem_get_info", None)
-    if memory is None:
-        return False
-    free, total = memory(device)
-    return bool(free > total / 2)
 
 
 class LookedAt:
@@ -62,11 +43,6 @@ class LookedAt:
         self._is_followed = False
         self._eager = ExitStack()
 
-    @property
-    def is_first(self) -> bool:
-        """Whether the forward that has begun is the first, or the first with more hooks."""
-        return self._forwards == 1
-
     def begin(self, module: nn.Module, inputs: Sequence[Tensor], *, again: bool) -> bool:
         """Before a forward: whether it is followed. again: the program has put hooks in since the last one.
 
@@ -78,23 +54,13 @@ class LookedAt:
         is_wanted = self._more < _MOST and any(mode == self._mode for mode, _ in self._wanted)
         self._more += is_wanted
         if self._forwards <= _FIRST:
-            self._is_followed = self._runs_as_written(module, inputs)
+            self._is_followed = run_as_written(module, inputs, self._eager)
         else:
             is_turn = is_wanted or self._forwards % _EVERY == 0
             self._is_followed = is_turn and not is_compiled(module)
         self._frames = _compiled_frames()
         self._nodes = torch.autograd._get_sequence_nr()
         return self._is_followed
-
-    def _runs_as_written(self, module: nn.Module, inputs: Sequence[Tensor]) -> bool:
-        if "torch._dynamo" not in sys.modules:
-            return True
-        flex = "torch.nn.attention.flex_attention" in sys.modules
-        is_long = flex and any(n > _FEW_ROWS for x in inputs for n in x.shape)
-        can_be = not is_long and _is_half_free(next(module.parameters()).device)
-        if can_be:
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
-        return can_be or not is_compiled(module)
 
     def end(self) -> None:
         """After that forward."""

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.parallel_state.by_hand import is_foreign, split_axes
+from core.parallel_state.by_hand.as_written import is_compiled
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import SplitParameter
 from core.parallel_state.collectives import Group
 from core.parallel_state.layout import layout_of
-from core.tensor_parallel.looked_at import is_compiled
 from core.tensor_parallel.split_activations import SplitActivations
 
 _REMEDIES = {

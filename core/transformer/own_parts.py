@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 
 from core.parallel_state import ParallelState
 from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.as_written import is_compiled
 from core.parallel_state.by_hand.part_sizes import sizes_of_parts
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_rows import ACROSS, SlicedRows, first_row, pieces_of
 from core.parallel_state.by_hand.split_tensor import Call, SplitTensor
 from core.tensor_parallel.along_sequence import looks_along
-from core.tensor_parallel.looked_at import is_compiled
 from core.tensor_parallel.split_activations import SplitActivations
 
 # forwards whose rows are followed; numbers of theirs are compared at the beginning of the next

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from core.data_parallel import DataParallel, DistributedDataParallel
 from core.parallel_state import context_batch
-from core.training.model.own import refuse_own_rows
+from core.parallel_state.layout import Layout, set_layout
+from core.training.model.own import _tell_of_unsplit, refuse_own_rows
 from tests.states import state
 
 VOCAB, S = 32, 8
@@ -52,6 +53,21 @@ class Encoder(Attends):
         return self.layer(x) + self.qkv(x).sum()
 
 
+class Compiled(Attends):
+    def __init__(self):
+        super().__init__()
+        self.attention = Mixes()
+        self.attention.compile(backend="eager")
+
+    def mix(self, x):
+        return self.attention(self.qkv(x))
+
+
+class Mixes(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*x.chunk(3, -1), is_causal=True)
+
+
 class ByToken(Attends):
     def mix(self, x):
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -81,7 +97,7 @@ def told(make, wrap):
 
 
 @pytest.mark.parametrize("wrap", [DataParallel, DistributedDataParallel])
-@pytest.mark.parametrize("make", [Attends, ByHand, Recurrent, Encoder])
+@pytest.mark.parametrize("make", [Attends, ByHand, Recurrent, Encoder, Compiled])
 def test_what_meets_other_rows_is_told_once(ranks, make, wrap):
     for messages in ranks(told, make, wrap, world=2):
         assert len(messages) == 1
@@ -99,3 +115,15 @@ def test_a_run_refuses_it():
         refuse_own_rows(Attends(), "model.build=mine:build", two)
     refuse_own_rows(Knows(), "model.build=mine:build", two)
     refuse_own_rows(Attends(), "model.build=mine:build", SimpleNamespace(size=lambda axis: 1))
+
+
+def test_a_run_tells_of_tensor_ranks_that_share_nothing():
+    two = SimpleNamespace(size=lambda axis: 2)
+    with pytest.warns(UserWarning, match=r"none of its 5 parameters here is split over parallel.tensor=2 ranks"):
+        _tell_of_unsplit({0: Attends()}, "model.build=mine:build", two)
+    split = Attends()
+    set_layout(split.head.weight, Layout((2 * VOCAB, 8), {"tp": 0}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _tell_of_unsplit({0: split}, "model.build=mine:build", two)
+        _tell_of_unsplit({0: Attends()}, "model.build=mine:build", SimpleNamespace(size=lambda axis: 1))

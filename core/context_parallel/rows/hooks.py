@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
 from core.parallel_state.by_hand import is_foreign
+from core.parallel_state.by_hand.as_written import is_compiled
 
 
 class HookedRows:
@@ -29,9 +30,9 @@ class HookedRows:
         shares: how many rows there may be; sequence parallelism cuts them once more.
         """
         self.detach()
-        parts = [part for part in model.modules() if part is not model]
-        if any(part._compiled_call_impl or hasattr(part, "_orig_mod") for part in parts):
+        if is_compiled(model):
             return
+        parts = [part for part in model.modules() if part is not model]
 
         def mark(values: Any) -> None:
             for x in pytree.tree_leaves(values):

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from core.parallel_state.by_hand.as_written import run_as_written
 from core.parallel_state.by_hand.functions import called_by_core, function_name
 from core.parallel_state.modules import Modules, modules_of
 
@@ -34,6 +36,7 @@ class RowsOfOwn(TorchFunctionMode):
         # sizes of what the model is given: that of a rank's rows is among them
         self._sizes: set[int] = set()
         self._handles: list[Any] = []
+        self._eager = ExitStack()
 
     def watch(self, model: nn.Module) -> None:
         """Until it has run once."""
@@ -45,12 +48,15 @@ class RowsOfOwn(TorchFunctionMode):
     def _begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         self._sizes = {size for x in given for size in x.shape}
-        if self._handles and not torch.compiler.is_compiling():
-            self.__enter__()
+        if not self._handles or torch.compiler.is_compiling():
+            return
+        # of compiled code that must stay so nothing is seen
+        if run_as_written(module, given, self._eager):
+            self._eager.enter_context(self)
 
     def _end(self, module: nn.Module, args: tuple, output: Any) -> None:
         if self._handles and not torch.compiler.is_compiling():
-            self.__exit__(None, None, None)
+            self._eager.close()
             for handle in self._handles:
                 handle.remove()
             self._handles = []

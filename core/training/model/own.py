@@ -1,6 +1,7 @@
 """A model of the user's own in a run: `model.build` names the function that makes it."""
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from core.models.gpt import GPTModel
-from core.parallel_state import ParallelState
+from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.by_hand import knows_context
 from core.parallel_state.random import seeded
 from core.pipeline.run.step import forward_arguments
@@ -45,12 +46,26 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
         )
     if 0 in modules:
         _refuse_other_inputs(name, modules[0])
+    _tell_of_unsplit(modules, f"model.build={name}", ps)
     for module in modules.values():
         refuse_own_rows(module, f"model.build={name}", ps)
         # a GPTModel was built in its dtype, on its device
         if not isinstance(module, GPTModel):
             module.to(ps.device, run.model.dtype)
     return modules
+
+
+def _tell_of_unsplit(modules: Mapping[int, nn.Module], origin: str, ps: ParallelState) -> None:
+    """Tensor ranks that share no parameter compute the same, each all of it."""
+    ranks = ps.size("tp")
+    parameters = [p for module in modules.values() for p in module.parameters()]
+    if ranks > 1 and parameters and not any("tp" in layout_of(p).split for p in parameters):
+        warnings.warn(
+            f"{origin}: none of its {len(parameters)} parameters here is split over parallel.tensor={ranks} ranks, "
+            "which compute the same, each all of it; build linears with place=Placement.of(parallel) of "
+            "core.tensor_parallel, or use parallel.tensor=1",
+            stacklevel=2,
+        )
 
 
 def refuse_own_rows(module: nn.Module, origin: str, ps: ParallelState) -> None:
