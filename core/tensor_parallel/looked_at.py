@@ -43,10 +43,12 @@ class LookedAt:
         self._is_followed = False
         self._eager = ExitStack()
 
-    def begin(self, module: nn.Module, inputs: Sequence[Tensor], *, again: bool) -> bool:
+    def begin(
+        self, module: nn.Module, inputs: Sequence[Tensor] | None = None, *, again: bool = False
+    ) -> bool:
         """Before a forward: whether it is followed. again: the program has put hooks in since the last one.
 
-        Compiled parts run as they were written in a forward that is, if memory allows.
+        inputs: compiled parts that see them run as they were written in the first ones, if memory allows.
         """
         self._eager.close()
         self._forwards = 1 if again else self._forwards + 1
@@ -54,7 +56,7 @@ class LookedAt:
         is_wanted = self._more < _MOST and any(mode == self._mode for mode, _ in self._wanted)
         self._more += is_wanted
         if self._forwards <= _FIRST:
-            self._is_followed = run_as_written(module, inputs, self._eager)
+            self._is_followed = inputs is None or run_as_written(module, inputs, self._eager)
         else:
             is_turn = is_wanted or self._forwards % _EVERY == 0
             self._is_followed = is_turn and not is_compiled(module)

@@ -20,7 +20,7 @@ from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_pa
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_flex import depends_on_head
 from core.parallel_state.by_hand.split_functions import Finding
-from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
+from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor, is_turn
 from core.parallel_state.collectives import Group
 from core.tensor_parallel.column_factors import ColumnFactors, message_of, takes_summed
 from core.tensor_parallel.head_counts import whole_heads
@@ -89,18 +89,19 @@ class SplitActivations(Follower):
         )
 
     def mark_columns(self, output: Tensor, *, at_once: bool) -> bool:
-        """Follow a tensor whose last dim is split, in the first two calls, or tell now; whether another is wanted.
+        """Follow a tensor whose last dim is split, in some calls, or tell now; whether another is wanted.
 
-        As many calls on every rank, whatever it was told: the second and third compare.
+        Three on every rank, whatever it was told: the second and third compare.
         """
         if at_once:
             self._tell(Finding("exit", "compiled code", tuple(output.shape)))
             return False
         self._calls += 1
         self.compare_factors(output.device)
-        if self._calls <= 2 and not self._told:
+        if is_turn(self._calls) and not self._told:
+            self.forget_dead()
             self.mark(output, split_axes.axes_of_columns(output.shape, output.shape[-1:], 0))
-        return self._calls < 3
+        return self._calls < 3 or not self._told
 
     def compare_factors(self, device: torch.device) -> None:
         """Before each forward, on all ranks: tell, once, of numbers that are the same on ranks with other columns.

@@ -22,10 +22,9 @@ from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_rows import ACROSS, SlicedRows, first_row, pieces_of
 from core.parallel_state.by_hand.split_tensor import Call, SplitTensor
 from core.tensor_parallel.along_sequence import looks_along
+from core.tensor_parallel.looked_at import LookedAt
 from core.tensor_parallel.split_activations import SplitActivations
 
-# forwards whose rows are followed; numbers of theirs are compared at the beginning of the next
-_FOLLOWED = 2
 _MADE_LIKE = ("new_", "empty_like", "zeros_like", "ones_like", "full_like", "rand")
 _WHOLE_OF_CONTEXT = (
     "core.context_parallel.gather_from_context_region(x, ps) before it gives whole sequences, "
@@ -44,15 +43,16 @@ _REMEDIES = {
 
 
 class OwnParts:
-    """Hooks on the parts of a model that are not ours, in its first forwards with gradients."""
+    """Hooks on the parts of a model that are not ours, in some of its forwards with gradients."""
 
     def __init__(self, ps: ParallelState, *, splits_sequence: bool) -> None:
         self._ps = ps
         self._splits_sequence = splits_sequence
-        self._forwards = 0
+        self._looked_at = LookedAt()
         self._parts: dict[str, nn.Module] = {}
         self._rows: _Rows | None = None
         self._handles: list[Any] = []
+        self._is_begun = False
         self._is_done = ps.group("cp") is None and not splits_sequence
 
     def __deepcopy__(self, memo: dict) -> "OwnParts":
@@ -66,23 +66,23 @@ class OwnParts:
         if self._is_done or is_whole or not torch.is_grad_enabled():
             return
         self.detach()
-        if self._forwards == 0:
+        if self._rows is None:
             self._parts = {} if is_compiled(model) else dict(_outermost_own(model, ""))
             self._rows = _Rows(self._ps, splits_sequence=self._splits_sequence)
-        if self._rows is None or not self._parts:
+        if not self._parts:
             self._is_done = True
             return
-        self._forwards += 1
         self._rows.begin(s, next(model.parameters()).device)
-        if self._forwards > _FOLLOWED:
-            self._is_done = True
-            self._parts, self._rows = {}, None
-            return
-        for name, part in self._parts.items():
-            self._handles += self._rows.hooks(name, part)
+        self._is_begun = True
+        if self._looked_at.begin(model):
+            for name, part in self._parts.items():
+                self._handles += self._rows.hooks(name, part)
 
     def detach(self) -> None:
         """After that forward."""
+        if self._is_begun:
+            self._looked_at.end()
+            self._is_begun = False
         if not self._handles:
             return
         for handle in self._handles:

@@ -68,12 +68,12 @@ class Part(nn.Module):
         return all_reduce(x, group=self.group.process_group)
 
 
-def trained(ps, spec):
+def trained(ps, spec, steps=STEPS):
     config = llama_config(num_layers=2, hidden_size=H, num_attention_heads=4, params_dtype=torch.float64)
     model = GPTModel(config, spec, VOCAB, S, parallel=ps, seed=1)
     shard = DataParallel(model, ps, zero_stage=1)
     optimizer = ShardedSGD(shard, OptimizerConfig(lr=LR, clip_grad=0.0, weight_decay=0.0))
-    for step in range(STEPS):
+    for step in range(steps):
         tokens = torch.randint(VOCAB, (2, S + 1), generator=torch.Generator().manual_seed(step))
         given = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "position_ids": torch.arange(S).expand(2, -1)}
         model(**context_batch(given, ps)).mean().backward()
@@ -83,18 +83,29 @@ def trained(ps, spec):
     return whole_parameters(model, ps)
 
 
-def parts(**made):
+def parts(steps=STEPS, **made):
     """Weights after some steps: of ranks that share sequences, and of one process."""
 
     def run(variation):
         spec = replace(llama_spec(), **made)
-        return compared(*(trained(ps, spec) for ps in (state(**LAYOUTS[variation]), ParallelState.single("cpu"))))
+        both = state(**LAYOUTS[variation]), ParallelState.single("cpu")
+        return compared(*(trained(ps, spec, steps) for ps in both))
 
     return run
 
 
 def between(function, **more):
     return parts(mlp=type("Mlp", (Part,), {"between": staticmethod(function), **more}))
+
+
+def from_the_third(function):
+    """It begins in a later forward."""
+
+    def delayed(part, y):
+        part.forwards = getattr(part, "forwards", 0) + 1
+        return function(part, y) if part.forwards > 3 else y
+
+    return parts(6, mlp=type("Mlp", (Part,), {"between": staticmethod(delayed)}))
 
 
 def right(what, function, **more):
@@ -202,6 +213,14 @@ def mask(y, seed=5):
 
 
 CASES = [
+    Case(
+        "centred over the sequence from a later step on",
+        from_the_third(lambda part, y: y - y.mean(0, keepdim=True)),
+        "told",
+        "looks along the sequence",
+        GATHER,
+    ),
+    Case("another activation from a later step on", from_the_third(lambda part, y: F.silu(y))),
     right("by token: GELU", lambda p, y: F.gelu(y)),
     right("by token: a softmax and a norm over the width", lambda p, y: F.layer_norm(y.softmax(-1), y.shape[-1:])),
     right("by token: a norm's arithmetic by hand", lambda p, y: y / (y.pow(2).mean(-1, keepdim=True) + 0.1).sqrt()),

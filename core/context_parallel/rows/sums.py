@@ -22,6 +22,7 @@ from core.context_parallel.rows.hooks import HookedRows
 from core.context_parallel.rows.outputs import Sums
 from core.context_parallel.rows.reads import LOG_REMEDY
 from core.parallel_state.by_hand.batches import HOOKED, follow_batches
+from core.parallel_state.by_hand.split_tensor import is_turn
 from core.parallel_state.collectives import Group
 
 _REMEDY = (
@@ -30,11 +31,6 @@ _REMEDY = (
     "times its size; executors take (sum, tokens). What a head, a norm or a square takes is summed first: "
     "torch.distributed.nn.functional.all_reduce(x, group=parallel_state.get_context_parallel_group())"
 )
-
-
-def _is_turn(forwards: int) -> bool:
-    """Whether this one is followed, on all ranks: no multiple of a period that a program would have."""
-    return forwards < 17 or forwards % 17 == 0
 
 
 class RowSums:
@@ -77,7 +73,7 @@ class RowSums:
                 self._follow_reads(output, rows_dim)
             return
         self._forwards += 1
-        if _is_turn(self._forwards) and not self.ended:
+        if is_turn(self._forwards) and not self.ended:
             sums = Sums(self, output, judges_totals=not sums_are_given)
             output.register_hook(sums.compare)
             if not self.told:
@@ -87,7 +83,7 @@ class RowSums:
     def _follow_reads(self, output: Tensor, rows_dim: int) -> None:
         """Of an evaluation: statistics of this rank's rows are told where they are read; nothing has a gradient."""
         self._evaluations += 1
-        if _is_turn(self._evaluations) and not self._told_of_log:
+        if is_turn(self._evaluations) and not self._told_of_log:
             sums = Sums(self, output)
             sums.mark(output, axes_of_rows(output, rows_dim))
             self._evaluated.append(sums)
@@ -95,12 +91,12 @@ class RowSums:
 
     def follow_batch(self, batch: Mapping[str, Any]) -> None:
         """Of a batch that was cut for the next forward, if that is one of those which are followed."""
-        if not self.told and _is_turn(self._forwards_inside + 1):
+        if not self.told and is_turn(self._forwards_inside + 1):
             self.batch.begin(batch)
 
     def backward_ended(self) -> None:
         """Of a followed output: if the next forward is none of those, its batch costs nothing."""
-        if not _is_turn(self._forwards_inside + 1):
+        if not is_turn(self._forwards_inside + 1):
             self.batch.make_plain()
 
     def look_inside(
@@ -118,7 +114,7 @@ class RowSums:
                 setattr(model, HOOKED, True)
             return
         self._forwards_inside += 1
-        if self.ended or not _is_turn(self._forwards_inside):
+        if self.ended or not is_turn(self._forwards_inside):
             self.batch.make_plain()
             return
         self.batch.forward_begins(inputs)

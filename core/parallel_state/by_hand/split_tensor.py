@@ -129,6 +129,11 @@ class Call:
     result: Any
 
 
+def is_turn(calls: int) -> bool:
+    """Whether this one of many is followed: the first, and then multiples of no period that a program would have."""
+    return calls < 17 or calls % 17 == 0
+
+
 class Follower:
     """Marks tensors, and is called with what a program does to them."""
 
@@ -169,6 +174,10 @@ class Follower:
             elif type(tensor) is SplitParameter:
                 tensor.__class__ = Parameter  # type: ignore[assignment]
         self._marked = []
+
+    def forget_dead(self) -> None:
+        """Who is never asked to `make_plain` keeps no references to tensors that are gone."""
+        self._marked = [reference for reference in self._marked if reference() is not None]
 
     def listening(self, hook: Any, axes: Axes) -> Any:
         """What is registered in the place of `hook` on the gradient of what is split as `axes` says."""
