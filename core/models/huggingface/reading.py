@@ -211,7 +211,8 @@ def _check_counterparts(
     for name, parameter in parameters.items():
         if name not in rows or (name == _HEAD and rows[name].hf_names[0] not in source):
             raise ValueError(
-                f"the Hugging Face weights have no counterpart of {name}; is the model type right?"
+                f"the Hugging Face weights have no counterpart of {name}; is the model type right, and is it a "
+                "language model (architectures of config.json: ...ForCausalLM)?"
             )
         _check_shapes(name, layout_of(parameter).shape, rows[name], source, model.config)
     # a tensor without a parameter here is another stage's only if its whole module is

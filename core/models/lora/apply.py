@@ -226,4 +226,4 @@ def _theirs(module: str) -> str:
     if module == "all-linear":
         return "; leave lora.modules out for all of them"
     ours = next((name for name, theirs in _THEIRS.items() if module in theirs), None)
-    return "" if ours is None else f"; their {module} is a part of {ours}, or all of it"
+    return "" if ours is None else f"; their {module} lies in {ours}, which is named instead"
