@@ -248,7 +248,7 @@ def test_a_checkpoint_of_adapters_is_no_model_to_begin_with(made, base):
         ),
         (
             {"lora__modules": ["q_proj", "up_proj"]},
-            ["lies in linear_qkv, which is named instead; 'up_proj' is no linear of this model; their up_proj lies in"],
+            ["linear_qkv, which is named instead; 'up_proj' is no linear of this model; their up_proj lies in"],
         ),
         ({"lora__rank": 64}, ["rank=64 is above the matrix of", "use at most 32"]),
         ({"lora__rank": 0}, ["rank=0 must be at least 1"]),

@@ -137,7 +137,8 @@ def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
             raise ValueError(
                 f"{file.prefix}.bin holds token {smallest if smallest < 0 else largest}, the tokenizer has "
                 f"{tokenizer.vocab_size} tokens, and no {card_path(file.prefix).name} beside it says which one made "
-                f"the file; give that one's tokenizer.json: --data.tokenizer, or as {tokenizer_path(file.prefix)}"
+                f"the file; give that one's tokenizer.json: --data.tokenizer, or as {tokenizer_path(file.prefix)}; "
+                "where there is none (tiktoken, Megatron's NullTokenizer), docs/concepts/data.md makes one of numbers"
             )
         return
     identity = tokenizer.identity

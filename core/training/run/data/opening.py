@@ -1,5 +1,6 @@
 """Which files a run reads, and with which tokenizer: every rank opens the same ones."""
 
+import warnings
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -40,6 +41,13 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         if data.tokenizer is None:
             tokenizer_file = tokenizer_path(first_file.prefix)
             tokenizer = tokenizer_of(first_file)
+            if first_file.card is None and isinstance(tokenizer, ByteTokenizer):
+                warnings.warn(
+                    f"{first_file.prefix} has no card and no tokenizer beside it: its ids are taken for bytes, and "
+                    "256 for the end of a text. If another program made it of tokens, give its tokenizer.json as "
+                    "data.tokenizer; docs/concepts/data.md makes one of plain numbers",
+                    stacklevel=2,
+                )
         else:
             tokenizer_file = Path(data.tokenizer)
             end_of_text = None
