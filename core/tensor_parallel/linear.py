@@ -15,6 +15,11 @@ from core.tensor_parallel.mappings import gather_from_tensor_region, sum_gradien
 from core.tensor_parallel.own_modules import PlacedModule
 from core.tensor_parallel.placement import Placement
 
+_GATHERED_ROWS = (
+    ". Under sequence_parallel dim 0 is the sequence, [s/tp, b, h]: ColumnParallelLinear gathers it from the tensor "
+    "ranks; rows [b, s, h] want sequence_parallel=False"
+)
+
 
 def _wrong_width(x: Tensor, weight: Tensor, layer: str, wanted: str) -> ValueError:
     full_width = layout_of(weight).shape[-1]
@@ -119,6 +124,7 @@ class RowParallelLinear(PlacedModule):
         self.stage = place.stage
         self.fp8 = place.fp8
         self.comm = place.row_comm()
+        self.splits_sequence = place.splits_sequence
         self.place_in(place.own_modules)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +136,9 @@ class RowParallelLinear(PlacedModule):
                 weight,
                 "RowParallelLinear",
                 "this rank's part of the input features: the output of a "
-                "ColumnParallelLinear without gather_output, or scatter_to_tensor_region(x, group)",
+                "ColumnParallelLinear without gather_output, or scatter_to_tensor_region(x, group)"
+                + _GATHERED_ROWS
+                * self.splits_sequence,
             )
         y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm, fp8=self.fp8)
         if self.adapter is not None:
