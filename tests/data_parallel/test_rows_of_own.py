@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from core.data_parallel import DataParallel, DistributedDataParallel
 from core.parallel_state import context_batch
 from core.parallel_state.layout import Layout, set_layout
-from core.training.model.own import _tell_of_unsplit, refuse_own_rows
+from core.training.model.own import _tell_of_fp8, _tell_of_unsplit, refuse_own_rows
 from tests.states import state
 
 VOCAB, S = 32, 8
@@ -127,3 +127,14 @@ def test_a_run_tells_of_tensor_ranks_that_share_nothing():
         warnings.simplefilter("error")
         _tell_of_unsplit({0: split}, "model.build=mine:build", two)
         _tell_of_unsplit({0: Attends()}, "model.build=mine:build", SimpleNamespace(size=lambda axis: 1))
+
+
+def test_a_run_tells_of_fp8_that_nothing_computes_in():
+    with pytest.warns(UserWarning, match=r"model\.fp8=hybrid: 0 of the 4 modules of model\.build=mine:build"):
+        _tell_of_fp8({0: Attends()}, "mine:build", "hybrid")
+    computes = Attends()
+    computes.head.fp8 = object()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _tell_of_fp8({0: computes}, "mine:build", "hybrid")
+        _tell_of_fp8({0: Attends()}, "mine:build", None)

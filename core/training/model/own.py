@@ -47,6 +47,7 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
     if 0 in modules:
         _refuse_other_inputs(name, modules[0])
     _tell_of_unsplit(modules, f"model.build={name}", ps)
+    _tell_of_fp8(modules, name, run.model.fp8)
     for module in modules.values():
         refuse_own_rows(module, f"model.build={name}", ps)
         # a GPTModel was built in its dtype, on its device
@@ -64,6 +65,17 @@ def _tell_of_unsplit(modules: Mapping[int, nn.Module], origin: str, ps: Parallel
             f"{origin}: none of its {len(parameters)} parameters here is split over parallel.tensor={ranks} ranks, "
             "which compute the same, each all of it; build linears with place=Placement.of(parallel) of "
             "core.tensor_parallel, or use parallel.tensor=1",
+            stacklevel=2,
+        )
+
+
+def _tell_of_fp8(modules: Mapping[int, nn.Module], name: str, fp8: str | None) -> None:
+    """What the run says of FP8 is the function's to read."""
+    parts = [part for module in modules.values() for part in module.modules()]
+    if fp8 is not None and not any(getattr(part, "fp8", None) is not None for part in parts):
+        warnings.warn(
+            f"model.fp8={fp8}: 0 of the {len(parts)} modules of model.build={name} multiply in FP8; build parallel "
+            "linears with a Placement whose fp8 is set, or leave it out",
             stacklevel=2,
         )
 
