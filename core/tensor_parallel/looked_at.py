@@ -17,7 +17,7 @@ _FIRST = 2
 # and each 67th, a multiple of no period that a program would have: other functions may make as many nodes
 _EVERY = 67
 # how many more are followed for the number of their nodes: loops over data make another one each time
-_MOST = 500
+_MOST = 200
 
 
 def _compiled_frames() -> int:
