@@ -41,13 +41,7 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
         if data.tokenizer is None:
             tokenizer_file = tokenizer_path(first_file.prefix)
             tokenizer = tokenizer_of(first_file)
-            if first_file.card is None and isinstance(tokenizer, ByteTokenizer):
-                warnings.warn(
-                    f"{first_file.prefix} has no card and no tokenizer beside it: its ids are taken for bytes, and "
-                    "256 for the end of a text. If another program made it of tokens, give its tokenizer.json as "
-                    "data.tokenizer; docs/concepts/data.md makes one of plain numbers",
-                    stacklevel=2,
-                )
+            _tell_of_bytes(first_file, tokenizer)
         else:
             tokenizer_file = Path(data.tokenizer)
             end_of_text = None
@@ -87,6 +81,17 @@ def open_corpus(data: DataConfig, training: TrainingConfig, parallel: ParallelSt
     )
     _refuse_different_texts(corpus, parallel)
     return corpus
+
+
+def _tell_of_bytes(file: TokenFile, tokenizer: AnyTokenizer) -> None:
+    """Of a file that another program made, nothing says what its ids are."""
+    if file.card is None and isinstance(tokenizer, ByteTokenizer):
+        warnings.warn(
+            f"{file.prefix} has no card and no tokenizer beside it: its ids are taken for bytes, and 256 for the end "
+            "of a text. If another program made it of tokens, give its tokenizer.json as data.tokenizer; "
+            "docs/concepts/data.md makes one of plain numbers",
+            stacklevel=3,
+        )
 
 
 def note_on_tokenizer(run: RunConfig, corpus: Corpus) -> str:
