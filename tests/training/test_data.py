@@ -2,17 +2,27 @@
 
 import shutil
 import sys
+import warnings
 from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
 
-from core.datasets import BlendedBatches, SourceFiles, TokenFileWriter, prepare_default_corpus, train_tokenizer
+from core.datasets import (
+    BlendedBatches,
+    SourceFiles,
+    TokenFile,
+    TokenFileWriter,
+    prepare_default_corpus,
+    train_tokenizer,
+)
 from core.datasets.shards import ShardManifest
+from core.datasets.tokenizers.byte_tokenizer import ByteTokenizer
 from core.parallel_state import ParallelState
 from core.training import DataConfig
 from core.training.run.data import open_corpus
+from core.training.run.data.opening import _tell_of_bytes
 from tests.states import state
 from tests.training.tiny import VOCAB, S, data_config, prepared, training_config
 
@@ -222,3 +232,15 @@ def test_settings_of_shards_that_do_not_fit():
         DataConfig(train="a", fetch="cp {name} {directory}")
     with pytest.raises(ValueError, match=r"fetch='cp \{name\}' lacks \{directory\}, the shard and where it goes"):
         DataConfig(train="a.shards.json", fetch="cp {name}")
+
+
+def test_ids_of_another_program_that_are_taken_for_bytes_are_told(tmp_path):
+    with TokenFileWriter(tmp_path / "a", vocab_size=200) as writer:
+        writer.add_document([1, 2, 3])
+    with pytest.warns(UserWarning, match="has no card and no tokenizer beside it: its ids are taken for bytes"):
+        _tell_of_bytes(TokenFile(tmp_path / "a"), ByteTokenizer())
+    with TokenFileWriter(tmp_path / "b", vocab_size=257, tokenizer=ByteTokenizer()) as writer:
+        writer.add_document([1, 2, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _tell_of_bytes(TokenFile(tmp_path / "b"), ByteTokenizer())
