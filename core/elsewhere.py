@@ -169,6 +169,11 @@ REMARKS = {
     "data.train; a text that is given as data.train is cut by itself",
     "eval_only": "python -m core.training.evaluate RUN_OR_CHECKPOINT --data TEXT does that",
     "always_save_checkpoint": "leave it out: checkpoint.every saves, whatever the validation says",
+    "job.config_file": "give --config FILE.toml",
+    "profiling.enable_profiling": "give training.profile=10:12, steps from 0, the last one excluded",
+    "profiling.profile_freq": "give training.profile=10:12, steps from 0, the last one excluded",
+    "comm.init_timeout_seconds": "not here; leave it out",
+    "comm.train_timeout_seconds": "not here; leave it out",
     "out_dir": "give checkpoint.directory for checkpoints, training.output for records and reports",
     "init_from": "leave it out: a run goes on from its own checkpoint.directory; checkpoint.load names one of "
     "another run, model.huggingface weights to begin with",

@@ -8,7 +8,7 @@ from functools import cache, wraps
 from inspect import isclass, signature
 from operator import index
 from types import NoneType
-from typing import Any, SupportsIndex, TypeVar, get_args, get_type_hints
+from typing import Any, ClassVar, SupportsIndex, TypeVar, get_args, get_type_hints
 
 from core.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 
@@ -19,6 +19,20 @@ Made = TypeVar("Made", bound=Callable[..., Any])
 
 class UnknownName(ValueError, TypeError):
     """A name that is no field's; a TypeError too, as Python's own is."""
+
+
+class AnswersArguments:
+    """A class whose constructor is asked for arguments of others' classes of its kind."""
+
+    _their_arguments: ClassVar[Mapping[str, str]] = {}
+    """Their argument -> what there is in its place."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Raises `UnknownName`: one of theirs is given."""
+        if theirs := [name for name in kwargs if name in cls._their_arguments]:
+            said = "; ".join(f"{name}: {cls._their_arguments[name]}" for name in theirs)
+            raise UnknownName(f"{cls.__name__} has no {said}")
+        return super().__new__(cls)
 
 
 def tells_names(

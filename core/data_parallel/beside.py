@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from core.field_names import UnknownName
+from core.field_names import AnswersArguments
 
 # of nn.Module, and not ours: load_state_dict, train, to ...
 _OF_MODULES = frozenset(name for name in dir(nn.Module) if not name.startswith("_"))
@@ -27,17 +27,23 @@ _THEIRS = {
     "offload_policy": "give ShardedAdamW(shard, config, offload=Offload(kind='cpu'))",
     "cpu_offload": "give ShardedAdamW(shard, config, offload=Offload(kind='cpu'))",
     "auto_wrap_policy": "give shard_units, 'layer' by default",
+    "replicate": "give initialize_model_parallel(replicate=N), the copies of what zero_stage divides",
+    "device_ids": "leave it out: a rank has one device, ps.device",
+    "process_group": "leave it out: ps has the groups",
+    "device_mesh": "leave it out: ps has the groups",
+    "mesh": "leave it out: ps has the groups",
 }
 
 
-class BesideModule:
+class BesideModule(AnswersArguments):
     """Says what to call instead."""
 
+    _their_arguments = _THEIRS
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        # first: what is said of an argument of theirs
+        made = super().__new__(cls, *args, **kwargs)
         ps = kwargs.get("ps", args[1] if len(args) > 1 else None)
-        if theirs := [name for name in kwargs if name in _THEIRS]:
-            said = "; ".join(f"{name}: {_THEIRS[name]}" for name in theirs)
-            raise UnknownName(f"{cls.__name__} has no {said}")
         # nothing at all: a copy
         if (args or kwargs) and len(args) < 2 and "ps" not in kwargs:
             raise TypeError(
@@ -49,7 +55,7 @@ class BesideModule:
                 f"{cls.__name__}(module, ps): ps is what parallel_state.initialize_model_parallel(...) returns, not "
                 f"a {type(ps).__name__}; its own mesh is ps.mesh"
             )
-        return super().__new__(cls)
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError(

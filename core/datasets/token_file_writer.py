@@ -114,6 +114,7 @@ class TokenFileWriter:
         self._lengths = array("i")
         self._num_tokens = 0
         self._digest = hashlib.sha256()
+        Path(self._prefix).parent.mkdir(parents=True, exist_ok=True)
         self._lock = take_lock(self._prefix)
         try:
             # without locks another writer may be alive: its temporary files stay

@@ -30,7 +30,21 @@ DECAY_CHOICES = ("matrices", "all")
 MOST_STEPS = 1 << 62
 
 
-@tells_names("optimizer", {"betas": "give adam_beta1 and adam_beta2"})
+_ONE_UPDATE = "leave it out: one update of a bucket is used, fused where torch has one"
+# of torch.optim's arguments -> what there is
+_THEIRS = {
+    "betas": "give adam_beta1 and adam_beta2",
+    "max_norm": "give clip_grad",
+    "fused": _ONE_UPDATE,
+    "foreach": _ONE_UPDATE,
+    "capturable": _ONE_UPDATE,
+    "amsgrad": "not here: torch.optim.AdamW(model.parameters(), amsgrad=True) works beside a DataParallel",
+    "maximize": "not here: negate the loss",
+    "nesterov": "not here: torch.optim.SGD(model.parameters(), nesterov=True) works beside a DataParallel",
+}
+
+
+@tells_names("optimizer", _THEIRS)
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The update, its learning rate and its clipping.

@@ -83,11 +83,25 @@ def parse_costs(text: str) -> Costs:
     return Costs(**costs)
 
 
+# flags of others -> what there is
+_ANSWERS = {
+    "--schedule": "it is the first word, without a flag",
+    "--pp": "give --stages P",
+    "--pipeline-model-parallel-size": "give --stages P",
+    "--num-stages": "give --stages P",
+    "--n-microbatches": "give --microbatches M",
+    "--num-microbatches": "give --microbatches M",
+    "--vpp": "give --chunks V",
+}
+
+
 class _SimulateParser(argparse.ArgumentParser):
     """Every mistake in the arguments ends with exit code 1 and one line, as a schedule's own errors do."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(1, f"{self.prog}: {message}\n")
+        words = (word.partition("=")[0] for word in message.split())
+        answers = [f"; {word}: {_ANSWERS[word]}" for word in words if word in _ANSWERS]
+        self.exit(1, f"{self.prog}: {message}{''.join(answers)}\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -240,6 +240,10 @@ def test_a_flag_of_megatron_s(flag):
         ("model.fp8_format", "give model.fp8, e4m3 or hybrid"),
         (
             "profiling.enable_profiling",
+            "give training.profile=10:12, steps from 0, the last one excluded",
+        ),
+        (
+            "profiling.save_traces_folder",
             "the parts are checkpoint, data, data_parallel, dpo, lora, model, optimizer, parallel, pipeline, "
             "training",
         ),
@@ -250,11 +254,12 @@ def test_a_name_from_elsewhere_is_mapped_or_not_guessed(name, remedy):
     assert told([f"--{section}.{key.replace('_', '-')}", "1"]) == [f"unknown {name}; {remedy}"]
 
 
+ANOTHER_MODEL = "not here, and a model without it is another one; model.build=package.module:function takes any model"
 SPELT_LIKE_ANOTHER_FIELD = {
     "legacy_tokenizer": "leave it out: data.tokenizer is a tokenizer.json of Hugging Face's",
-    "hybrid_attention_ratio": "not here; leave it out",
-    "mamba_head_dim": "not here; leave it out",
-    "num_classes": "not here; leave it out",
+    "hybrid_attention_ratio": ANOTHER_MODEL,
+    "mamba_head_dim": ANOTHER_MODEL,
+    "num_classes": ANOTHER_MODEL,
     "local_batch_size": "did you mean training.micro_batch_size?",
     "dataset": "did you mean data.train or data.valid?",
     "steps": "did you mean training.train_steps?",

@@ -104,7 +104,6 @@ def prepare_files(
     begin = time.perf_counter()
     prefix = checked_prefix(output)
     # the writer takes the lock of the prefix, and renames the files only if all went well
-    prefix.parent.mkdir(parents=True, exist_ok=True)
     end = tokenizer.end_of_text if append_end_of_text else None
     with TokenFileWriter(
         prefix,

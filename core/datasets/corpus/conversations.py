@@ -306,7 +306,6 @@ def prepare_conversations(
     """
     begin = time.perf_counter()
     prefix = checked_prefix(output)
-    prefix.parent.mkdir(parents=True, exist_ok=True)
     encoder = ConversationEncoder(tokenizer, template_folder, answer_end)
     end = tokenizer.end_of_text
     with TokenFileWriter(

@@ -113,7 +113,6 @@ def prepare_preferences(
     """
     begin = time.perf_counter()
     prefix = checked_prefix(output)
-    prefix.parent.mkdir(parents=True, exist_ok=True)
     encoder = ConversationEncoder(tokenizer, template_folder, answer_end)
     problems: list[str] = []
     with TokenFileWriter(

@@ -12,6 +12,7 @@ from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.random import kept_generators
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.arguments import (
+    AnsweredPipeline,
     ScheduleLike,
     agree,
     describe_arguments,
@@ -54,7 +55,7 @@ from core.pipeline.schedule.timeline import Measured, Timeline
 from core.pipeline.search.auto import Tuner, measured_costs
 
 
-class Pipeline(NumberedSteps):
+class Pipeline(AnsweredPipeline, NumberedSteps):
     """`step(batch, loss_fn)` runs forward, input gradients, weight gradients, recomputation and reduction.
 
     stages: the modules of this rank, in the order of their stages, or a mapping stage -> module; any
@@ -114,8 +115,7 @@ class Pipeline(NumberedSteps):
         self._clock: Clock | None = None  # of the last step
         self._plain_loop: PlainLoopWatch | None = None
         self._batch_watch = BatchWatch(ps)
-        # the action under way when a call failed
-        self._position = ""
+        self._position = ""  # the action under way when a call failed
 
         # every rank must reach both agreements, whatever goes wrong on it: otherwise the others would deadlock there
         agree(ps, describe_arguments(schedule, num_microbatches, recompute, recompute_keeps))

@@ -16,6 +16,17 @@ def _no_checkpoint(name: str, url: str) -> str:
             f"checkpoint.{name}={url} is a Hugging Face folder, not a checkpoint; give model.huggingface={url} in "
             "its place: the run begins with its weights"
         )
+    if Path(url).is_file():
+        return (
+            f"checkpoint.{name}={url} is a file, not a checkpoint, which is a folder; a program makes one of "
+            "torch.save's weights: model.load_state_dict(torch.load(FILE)), then "
+            "core.dist_checkpointing.save({'model': model.sharded_state_dict()}, DIR)"
+        )
+    if (Path(url) / ".metadata").is_file():
+        return (
+            f"checkpoint.{name}={url} is a checkpoint of torch's DCP or Megatron's; "
+            f"`python -m core.dist_checkpointing import {url} DIR` makes one of ours of it"
+        )
     # here, so that a configuration is read without what reads checkpoints
     from core.dist_checkpointing.reading.newest import newest_checkpoint
 

@@ -110,7 +110,7 @@ def build_executor(
         recompute_keeps=training.recompute_keeps,
         grad_sync=grad_sync,
         seed=training.seed,
-        memory_limit=pipeline.memory_limit,
+        memory_limit=pipeline.memory_limit if pipeline.schedule == "auto" else None,
     )
     # after the Pipeline has made the regions that are recomputed: it goes around them
     offload_activations(stages, training.offload_activations)

@@ -1,12 +1,14 @@
 """The arguments of a `Pipeline`: which schedule, which placement, which recomputation; refused where they clash."""
 
 import uuid
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from core.autograd import has_main_grad, has_regions
+from core.field_names import AnswersArguments
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.modules import Modules, modules_of
 from core.parallel_state.state import ParallelState
@@ -16,6 +18,38 @@ from core.pipeline.search.auto import first_schedule
 
 ScheduleLike = str | Schedule | Callable[[int, int], Schedule]
 POLICIES = ("none", "selective", "layer", "stage")
+
+
+# of torch.distributed.pipelining, DeepSpeed's and Megatron's -> what there is
+_THEIRS = {
+    "n_microbatches": "give num_microbatches",
+    "micro_batches": "give num_microbatches",
+    "loss_fn": "give it to step(batch, loss_fn), (output, batch) -> (sum, number) or a mean",
+    "num_stages": "give the layers of one stage each: core.pipeline.partition divides them",
+    "partition_method": "give the layers of one stage each: core.pipeline.partition divides them",
+    "stage_index": "stages is a mapping stage -> module, or this rank's modules in order",
+    "activation_checkpoint_interval": "give recompute='layer'",
+    "scale_grads": "leave it out: gradients are of the batch's mean",
+    "device": "leave it out: ps.device",
+    "group": "leave it out: ps has the groups",
+}
+
+
+class AnsweredPipeline(AnswersArguments):
+    """What is said of arguments before a pipeline is built of them."""
+
+    _their_arguments = _THEIRS
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        schedule = kwargs.get("schedule", "1f1b")
+        if kwargs.get("memory_limit") is not None and schedule != "auto":
+            name = repr(schedule) if isinstance(schedule, str) else "the given schedule"
+            warnings.warn(
+                f"memory_limit={kwargs['memory_limit']:g} has no effect: only schedule='auto' searches below one, "
+                f"and {name} holds what it holds; give schedule='auto', or recompute='layer' to hold less",
+                stacklevel=2,
+            )
+        return super().__new__(cls, *args, **kwargs)
 
 
 def agree(ps: ParallelState, arguments: list[str], problem: Exception | None = None) -> str:

@@ -62,6 +62,10 @@ _ANSWERS = {
     "grad_reduce_in_bf16": "give data_parallel.reduce_dtype=bfloat16",
     "recompute_granularity": "give training.recompute: layer for full, selective for selective",
     "recompute_activations": "give training.recompute=selective",
+    "moe_layer_recompute": "give training.recompute=layer; in a program apply_recompute(model, ['mlp'])",
+    "moe_use_upcycling": "not here: a program makes the experts' weights of a dense checkpoint's",
+    "overlap_moe_expert_parallel_comm": "not here; leave it out",
+    "moe_router_topk_limited_devices": "give model.moe_router_num_groups and model.moe_router_group_topk",
     "recompute_modules": "give training.recompute=selective; in a program apply_recompute(model, ['mlp'])",
     "cpu_offloading_num_layers": "give training.offload_activations, a share of each stage's layers, as 0.5",
     "optimizer_cpu_offload": "give data_parallel.offload=optimizer",
@@ -110,6 +114,10 @@ _ANSWERS = {
     "for each of the others",
     "export_te_mcore_model": "not here: python -m core.models.huggingface export writes a model",
     "wandb_entity": "set WANDB_ENTITY in the environment",
+    "use_tokenizer_model_from_checkpoint_args": "leave it out: the tokenizer beside the prepared text is taken, or "
+    "data.tokenizer",
+    "record_memory_history": "not here; training.profile=10:12 traces steps, and --explain says what a rank keeps",
+    "renormalize_blend_weights": "leave it out: a blend's weights are divided by their sum",
     "train_data_path": _TEXTS,
 }
 
@@ -118,19 +126,26 @@ _NOT_HERE = """
 tp_comm_overlap tp_comm_overlap_cfg no_manual_gc_eval disable_tp_comm_split_ag
 fp16_lm_cross_entropy qk_clip te_rng_tracker enable_cuda_graph external_cuda_graph
 cuda_graph_scope use_nccl_ub manual_gc manual_gc_interval empty_unused_memory_level
-moe_input_jitter_eps mtp_num_layers mtp_loss_scaling_factor fp32_residual_connection
-apply_query_key_layer_scaling log_num_zeros_in_grad log_params_norm log_straggler
+mtp_loss_scaling_factor
+log_num_zeros_in_grad log_params_norm log_straggler
 enable_one_logger one_logger_project adlr_autoresume enable_ft_package rerun_mode
-non_persistent_save_interval non_persistent_ckpt_type init_method_xavier_uniform
-embedding_init_method_std apply_residual_connection_post_layernorm wandb_exp_name wandb_save_dir
+non_persistent_save_interval non_persistent_ckpt_type train_sync_interval
+wandb_exp_name wandb_save_dir
 hierarchical_context_parallel_sizes distributed_timeout_minutes moe_shared_expert_overlap
-moe_layer_recompute moe_router_force_load_balancing moe_shared_expert_gate moe_apply_probs_on_input
-is_hybrid_model hybrid_attention_ratio hybrid_mlp_ratio hybrid_override_pattern mamba_state_dim
-mamba_head_dim mamba_num_groups mamba_num_heads linear_attention_freq attention_output_gate
-experimental_attention_variant heterogeneous_layers_config_path num_classes output_bert_embeddings
-bert_embedder_type retro_workdir enable_experimental softmax_type
+moe_router_force_load_balancing enable_experimental
 no_one_logger disable_straggler_on_startup use_sharp nccl_communicator_config_path disable_gloo_process_groups
 tp_comm_overlap_ag moe_router_padding_for_fp8 encoder_tensor_model_parallel_size moe_hybridep_num_sms s3_cache_path
+"""
+
+# what is not here either, and changes what is computed
+_ANOTHER_MODEL = """
+moe_input_jitter_eps mtp_num_layers fp32_residual_connection apply_query_key_layer_scaling
+init_method_xavier_uniform embedding_init_method_std apply_residual_connection_post_layernorm
+moe_shared_expert_gate moe_apply_probs_on_input is_hybrid_model hybrid_attention_ratio hybrid_mlp_ratio
+hybrid_override_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+linear_attention_freq attention_output_gate experimental_attention_variant
+heterogeneous_layers_config_path num_classes output_bert_embeddings bert_embedder_type retro_workdir
+softmax_type
 """
 
 # what there is nothing to give for -> why
@@ -172,7 +187,9 @@ _LEAVE_OUT = {
         "overlap_p2p_communication no_overlap_p2p_communication "
         "async_tensor_model_parallel_allreduce overlap_param_gather_with_optimizer_step "
         "no_async_tensor_model_parallel_allreduce align_grad_reduce no_align_grad_reduce "
-        "no_align_param_gather no_scatter_gather_tensors_in_pipeline ddp_average_in_collective "
+        "no_align_param_gather align_param_gather overlap_p2p_communication_warmup_flush "
+        "use_ring_exchange_p2p pipeline_model_parallel_comm_backend "
+        "no_scatter_gather_tensors_in_pipeline ddp_average_in_collective "
         "defer_embedding_wgrad_compute"
     ),
     "layers are divided into stages by their cost": (
@@ -191,7 +208,7 @@ _LEAVE_OUT = {
     ),
     "the loss is the sum over all tokens divided by their number": "calculate_per_token_loss",
     "rows are drawn in an order that data.seed decides, and no index is built": (
-        "mmap_bin_files dataloader_type data_cache_path no_mmap_bin_files "
+        "data_sharding no_data_sharding mmap_bin_files dataloader_type data_cache_path no_mmap_bin_files "
         "no_create_attention_mask_in_dataloader create_attention_mask_in_dataloader data_impl "
         "num_dataset_builder_threads mid_level_dataset_surplus"
     ),
@@ -221,6 +238,10 @@ MEGATRON = (
     | dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"), _STATES)
     | dict.fromkeys(("use_precision_aware_optimizer",), _STATES)
     | dict.fromkeys(_NOT_HERE.split(), "not here; leave it out")
+    | dict.fromkeys(
+        _ANOTHER_MODEL.split(),
+        "not here, and a model without it is another one; model.build=package.module:function takes any model",
+    )
     | {
         name: f"leave it out: {reason}"
         for reason, names in _LEAVE_OUT.items()
