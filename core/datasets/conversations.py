@@ -23,9 +23,10 @@ class ConversationBatches(GPTBatches):
     """Rows of `sequence_length` tokens, each of whole conversations, as many as fit in the order of the file.
 
     Positions and attention begin again in each; labels count where an answer is predicted. A conversation that is
-    longer than a row loses its end (`truncated` counts them). Which row comes when is a function of (seed, number),
+    longer than a row loses its end (`truncated` counts them); one of whose answers nothing is left is passed over
+    (`unanswered`). Which row comes when is a function of (seed, number),
     as in `GPTBatches`; `token_file` marks answers.
-    Raises ValueError: a token file that does not.
+    Raises ValueError: a token file that does not; rows so short that nothing of any answer is left.
     """
 
     def _rules(self) -> Iterator[tuple[bool, str]]:
@@ -35,6 +36,13 @@ class ConversationBatches(GPTBatches):
             f"global_batch_size={self.global_batch_size} must be positive",
         )
         yield self.token_file.marks_answers, "a token file of text marks 0 answers; use GPTBatches"
+        if self.sequence_length > 0 and self.token_file.marks_answers:
+            count = self.token_file.num_documents
+            yield (
+                len(self.unanswered) < count or not count,
+                f"sequence_length={self.sequence_length} leaves nothing of the answers of all {count} conversations: "
+                "their prompts are longer; use longer rows, or shorter prompts",
+            )
 
     @cached_property
     def packing(self) -> Packing:
@@ -57,6 +65,27 @@ class ConversationBatches(GPTBatches):
         return int((self._lengths > self.sequence_length).sum())
 
     @cached_property
+    def unanswered(self) -> list[int]:
+        """Conversations that are so long that a row has nothing of their answers."""
+        s = self.sequence_length
+        numbers: list[int] = np.flatnonzero(self._lengths > s).tolist()
+        starts = {number: self.token_file.document_start(number) for number in numbers}
+        return [
+            n
+            for n, first in starts.items()
+            if not self.token_file.answers(
+                first + 1, min(first + s + 1, first + int(self._lengths[n]))
+            ).any()
+        ]
+
+    @cached_property
+    def _packed_lengths(self) -> Rows:
+        """What a row takes of each conversation."""
+        lengths = np.minimum(self._lengths, self.sequence_length)
+        lengths[self.unanswered] = 0
+        return lengths
+
+    @cached_property
     def cut(self) -> tuple[int, int, int]:
         """(conversations of which answers are lost, those answers' tokens, the row that would lose none)."""
         # inputs of a row predict one more token than their first
@@ -77,8 +106,8 @@ class ConversationBatches(GPTBatches):
         """The first conversation of each row, and their number."""
         s = self.sequence_length
         firsts = []
-        room = 0
-        for number, length in enumerate(np.minimum(self._lengths, s).tolist()):
+        room = -1
+        for number, length in enumerate(self._packed_lengths.tolist()):
             # rows keep the order of the file: no row is filled up with a later conversation
             if length > room:
                 firsts.append(number)
@@ -109,7 +138,9 @@ class ConversationBatches(GPTBatches):
         source = self.token_file
         start = 0
         for document in range(*self._first_documents[number : number + 2]):
-            length = min(int(self._lengths[document]), self.sequence_length)
+            length = int(self._packed_lengths[document])
+            if not length:
+                continue
             first = source.document_start(document)
             stop = first + int(self._lengths[document])
             # one token more than inputs, where there is one: labels are the inputs shifted by one

@@ -75,12 +75,12 @@ class ContextRows:
         return runs
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's rows of a tensor of whole sequences along `dim`; a view where they are consecutive."""
+        """This rank's rows of a tensor of whole sequences along `dim`, contiguous: Megatron's losses `view(-1)`."""
         if self.size == 1:
             return tensor
         parts = [tensor.narrow(dim, run.start, len(run)) for run in self.runs(tensor.shape[dim])]
         if len(parts) == 1:
-            return parts[0]
+            return parts[0].contiguous()
         return torch.cat(parts, dim)
 
     def rows(self, s: int) -> Tensor:

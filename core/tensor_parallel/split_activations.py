@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes, split_functions, split_names
+from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_flex import depends_on_head
@@ -59,6 +60,9 @@ _REMEDIES = {
 
 # of a rank's largest value, what may be done before the largest of all ranks is taken
 _EXTREMES = ("max", "min", "amax", "amin")
+# `y.max(-1).indices` are numbers of this rank's columns: right once their first is added
+_INDICES = "max(dim).indices"
+_OFFSET = ("add", "iadd", "radd", "sub", "isub")
 _MONOTONE = ("clamp", "clamp_min", "clamp_max", "sqrt", "maximum")
 
 
@@ -77,6 +81,7 @@ class SplitActivations(Follower):
         self._factors = ColumnFactors() if compares_factors else None
         self._told: set[str] = set()
         self._calls = 0
+        self._as_written = AsWritten()
         # sizes of parts that C functions took
         self._as_floats: set[int] = set()
         self._hooks: list[Any] = []
@@ -98,8 +103,12 @@ class SplitActivations(Follower):
             return False
         self._calls += 1
         self.compare_factors(output.device)
+        self._as_written.end()
         if is_turn(self._calls) and not self._told:
+            self._as_written.begin(self._calls, output.device)
             self.forget_dead()
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self._as_written.end())
             self.mark(output, split_axes.axes_of_columns(output.shape, output.shape[-1:], 0))
         return self._calls < 3 or not self._told
 
@@ -293,6 +302,8 @@ class SplitActivations(Follower):
             self._tell(outcome)
         elif isinstance(outcome, str):
             self.mark(result if isinstance(result, Tensor) else result[0], None, outcome)
+            if outcome in _EXTREMES and isinstance(result, tuple):
+                self.mark(result[1], None, _INDICES)
         elif outcome is not None:
             for tensor, axes in outcome:
                 self.mark(tensor, axes)
@@ -332,6 +343,9 @@ class SplitActivations(Follower):
         ):
             if name == "all_reduce":
                 first.__class__ = Tensor  # type: ignore[assignment]  # it is whole now
+            return
+        if first.partial == _INDICES and name in _OFFSET:
+            first.__class__ = Tensor  # type: ignore[assignment]
             return
         is_guard = first.partial in ("any", "all")
         if is_guard and name in ("bool", "invert", "logical_not", "or", "and"):

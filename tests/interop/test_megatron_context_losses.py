@@ -49,7 +49,22 @@ def squared(mask, losses):
     return losses.square().mean(), {}
 
 
-LOSSES = {"share": share, "multiplied": multiplied, "own mean": own_mean, "squared": squared}
+def counted_by_all(mask, losses):
+    return (losses * mask).sum(), of_all(mask.sum()), {}
+
+
+def counted_by_each(mask, losses):
+    return losses.sum(), torch.tensor(losses.numel()), {}
+
+
+LOSSES = {
+    "share": share,
+    "multiplied": multiplied,
+    "own mean": own_mean,
+    "squared": squared,
+    "counted by all": counted_by_all,
+    "counted by each": counted_by_each,
+}
 
 
 def gradients(name, cp, pp=1):

@@ -1,5 +1,6 @@
 """Megatron's parts by their names: layers, mappings, specs, configuration, seeds."""
 
+import dataclasses
 import re
 import warnings
 from importlib import import_module as import_module_by_name
@@ -203,6 +204,7 @@ def test_latent_attention_by_their_names(state):
     sizes |= {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_pos_emb_head_dim": 4, "hidden_dropout": 0.0}
     sizes |= {"attention_dropout": 0.0}
     config = MLATransformerConfig(**sizes, mscale_all_dim=1.0, add_bias_linear=False)
+    assert dataclasses.replace(config) == config, "as shared experts and a program make theirs of it"
     scaling = RotaryScaling(
         kind="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
     )

@@ -195,6 +195,7 @@ def test_a_configuration_of_deepspeeds_is_told_as_one():
     )
 
 
+ANOTHER_MODEL = "not here, and a model without it is another one; model.build=package.module:function takes any model"
 # as they are typed behind pretrain_gpt.py
 MEGATRON_FLAGS = {
     "--load": "unknown load; give checkpoint.directory, as for save: a run goes on from its newest step there, and "
@@ -203,7 +204,7 @@ MEGATRON_FLAGS = {
     "--checkpoint.lod": "unknown checkpoint.lod; did you mean checkpoint.load?",
     "--exit-interval": "give training.train_steps, and optimizer.lr_decay_steps where the schedule ends later",
     "--vocab-file": "give data.tokenizer, a tokenizer.json of Hugging Face's, which holds vocabulary and merges",
-    "--mtp-num-layers": "not here; leave it out",
+    "--mtp-num-layers": ANOTHER_MODEL,
     "--untie-embeddings-and-output-weights": "give model.tie_embeddings=false",
     "--disable-bias-linear": "give model.add_bias_linear=false; model.style=llama, the default, has none",
     "--model.disable-bias-linear": "give model.add_bias_linear=false; model.style=llama, the default, has none",
@@ -254,7 +255,6 @@ def test_a_name_from_elsewhere_is_mapped_or_not_guessed(name, remedy):
     assert told([f"--{section}.{key.replace('_', '-')}", "1"]) == [f"unknown {name}; {remedy}"]
 
 
-ANOTHER_MODEL = "not here, and a model without it is another one; model.build=package.module:function takes any model"
 SPELT_LIKE_ANOTHER_FIELD = {
     "legacy_tokenizer": "leave it out: data.tokenizer is a tokenizer.json of Hugging Face's",
     "hybrid_attention_ratio": ANOTHER_MODEL,

@@ -22,6 +22,8 @@ NUM_SCALARS = 2
 # a mean of 0 by rounding, in deviations; half precision rounds too much to tell
 _ROUNDING = 1e-5
 _WEIGHTS = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv", "matmul", "mv", "dot")
+# of losses; of logits they are a head's
+_PRODUCTS = ("einsum", "tensordot", "inner", "linear", "addcmul", "mm", "bmm")
 # along the dim that is split, not another of that size: a bias
 _TERMS = ("add", "iadd", "sub", "isub", "rsub", "where", "lerp", "addcmul")
 # here only bool tensors choose rows by their place; numbers of rows are judged where they are used
@@ -65,7 +67,8 @@ class RowFactors:
     def note(self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict) -> None:
         """A function of followed rows."""
         name = name.rstrip("_")
-        if name not in _WEIGHTS and name not in _CHOICES and name not in _TERMS:
+        of_losses = name in _PRODUCTS and all(x.dim() == 2 for x in inputs)
+        if name not in _WEIGHTS and name not in _CHOICES and name not in _TERMS and not of_losses:
             return
         sizes = {x.shape[dim] for x in inputs for dim in split_axes.split_dims(x.axes)}
         for factor in pytree.tree_leaves((args, kwargs)):

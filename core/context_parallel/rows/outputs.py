@@ -1,5 +1,6 @@
 """What a program makes of one output of a model, [b, s/cp, ...] of a context rank's rows, until its backward."""
 
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from core.context_parallel.rows import draws, factors, selections
+from core.context_parallel.rows import draws, factors, means, selections
 from core.context_parallel.rows.batches import (
     Divisors,
     is_changed,
@@ -30,6 +31,7 @@ from core.context_parallel.rows.reads import (
 from core.context_parallel.rows.totals import (
     SCALED,
     TOTAL,
+    SharedCounts,
     Total,
     counts_of,
     is_constant_count,
@@ -64,10 +66,12 @@ class Sums(Follower):
         # [b, s/cp]: else the rows' losses are the program's
         self._is_loss = output.dim() == 2
         self._shape = tuple(output.shape[:2])
+        self._output = weakref.ref(output)
         self.is_evaluation = not output.requires_grad
         self._totals: list[Total] = []
         # what `loss_fn` returned with a count that is no rows'
         self._counted: Total | None = None
+        self._shared = SharedCounts(output.device)
         self._divisors = Divisors(owner.batch, output.device)
         self._factors = factors.RowFactors(output.device)
 
@@ -284,14 +288,10 @@ class Sums(Follower):
             self._mark_statistic(result, finding.name)
 
     def _compare_sum(self, name: str, rows: Tensor, result: Any) -> None:
-        if name == "nanmean":
-            numbers = rows.isnan().logical_not().sum().item()
-        else:
-            numbers = rows.numel()
-        if name in ("mean", "nanmean") and isinstance(result, Tensor):
-            self._compare_later(result, numbers / max(result.numel(), 1))
-        else:
-            self._compare_later(result, 1.0, rows=rows.numel(), of=rows)
+        numbers = rows.numel() if name != "nanmean" else rows.isnan().logical_not().sum().item()
+        is_mean = name in ("mean", "nanmean") and isinstance(result, Tensor)
+        divisor, count = (numbers / max(result.numel(), 1), 0) if is_mean else (1.0, rows.numel())
+        self._compare_later(result, divisor, rows=count, of=None if is_mean else rows)
 
     def _compare_later(
         self, result: Any, divisor: float, rows: float = 0, of: Tensor | None = None
@@ -306,6 +306,7 @@ class Sums(Follower):
         self._count += 1
         place = self._count
         total = Total(rows, counts_of(of, result) if of is not None else frozenset({rows} - {0, 1}))
+        total.kept = rows if of is None else of.detach().count_nonzero()
         if rows and (self._is_loss or result.dim() == 0):
             if self._judges_totals:
                 self._totals.append(total)
@@ -317,6 +318,7 @@ class Sums(Follower):
             if self._backwards < _BACKWARDS and not torch._C._are_functorch_transforms_active():
                 self._numbers[:2] += fingerprint(gradient.detach()) * (place / divisor)
                 total.weight = gradient.detach().sum().double() * rows
+                self._shared.note(total, gradient)
 
         result.register_hook(note)
 
@@ -361,11 +363,13 @@ class Sums(Follower):
         self._owner.backward_ended()
         of_batch = self._owner.batch.factors.of_tensors.to(self._numbers.device)
         told = self._numbers.new_tensor([float(self._owner.told)])
-        numbers = torch.cat(
-            (self._numbers, self._divisors.numbers, self._factors.numbers, of_batch, told)
-        )
+        shared = self._shared.numbers * self._owner.is_averaged
+        of_outputs = (self._numbers, shared, self._divisors.numbers, self._factors.numbers)
+        of_means = means.numbers_of_weights(gradient, self._output())
+        numbers = torch.cat((*of_outputs, of_batch, of_means, told))
         gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
         self._numbers.zero_()
+        self._shared.numbers.zero_()
         # as many comparisons on all ranks, though only one of them may have told
         self._owner.ended |= bool(gathered[:, -1].any())
         if self._owner.ended:

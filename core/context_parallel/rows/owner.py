@@ -14,6 +14,7 @@ class Owner(Protocol):
     replicas: int
     told: bool
     ended: bool
+    is_averaged: bool
     batch: BatchRows
     gradients: GradientRows
 

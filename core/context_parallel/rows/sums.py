@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.autograd import has_main_grad
 from core.context_parallel.rows.batches import BatchRows
 from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
 from core.context_parallel.rows.hooks import HookedRows
 from core.context_parallel.rows.outputs import Sums
 from core.context_parallel.rows.reads import LOG_REMEDY
+from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.batches import HOOKED, follow_batches
 from core.parallel_state.by_hand.split_tensor import is_turn
 from core.parallel_state.collectives import Group
@@ -42,6 +44,8 @@ class RowSums:
         self.told = False
         # once all ranks know that one of them has told
         self.ended = False
+        # by a `DataParallel`, over data and context ranks: the model's gradients
+        self.is_averaged = False
         self._told_of_log = False
         # data ranks, over which gradients are averaged together with cp
         self.replicas = replicas
@@ -51,6 +55,7 @@ class RowSums:
         # kept, since tensors hold who follows them weakly
         self._evaluated: deque[Sums] = deque(maxlen=4)
         self.gradients = GradientRows()
+        self._as_written = AsWritten()
         self._inside = HookedRows(self.gradients)
         self._latest: weakref.ref[Sums] | None = None
         self.batch = BatchRows(self)
@@ -77,6 +82,7 @@ class RowSums:
             sums = Sums(self, output, judges_totals=not sums_are_given)
             output.register_hook(sums.compare)
             if not self.told:
+                self._as_written.begin(self._forwards, output.device)
                 sums.mark(output, axes_of_rows(output, rows_dim))
             self._latest = weakref.ref(sums)
 
@@ -84,6 +90,7 @@ class RowSums:
         """Of an evaluation: statistics of this rank's rows are told where they are read; nothing has a gradient."""
         self._evaluations += 1
         if is_turn(self._evaluations) and not self._told_of_log:
+            self._as_written.begin(self._evaluations, output.device)
             sums = Sums(self, output)
             sums.mark(output, axes_of_rows(output, rows_dim))
             self._evaluated.append(sums)
@@ -91,11 +98,17 @@ class RowSums:
 
     def follow_batch(self, batch: Mapping[str, Any]) -> None:
         """Of a batch that was cut for the next forward, if that is one of those which are followed."""
-        if not self.told and is_turn(self._forwards_inside + 1):
+        count = self._forwards_inside + 1
+        device = next(
+            (x.device for x in batch.values() if isinstance(x, Tensor)), torch.device("cpu")
+        )
+        if not self.told and is_turn(count):
+            self._as_written.begin(count, device)
             self.batch.begin(batch)
 
     def backward_ended(self) -> None:
         """Of a followed output: if the next forward is none of those, its batch costs nothing."""
+        self._as_written.end()
         if not is_turn(self._forwards_inside + 1):
             self.batch.make_plain()
 
@@ -115,8 +128,12 @@ class RowSums:
             return
         self._forwards_inside += 1
         if self.ended or not is_turn(self._forwards_inside):
+            self._as_written.end()
             self.batch.make_plain()
             return
+        device = inputs[0].device if isinstance(inputs[0], Tensor) else torch.device("cpu")
+        self._as_written.begin(self._forwards_inside, device)
+        self.is_averaged = self.is_averaged or has_main_grad(next(model.parameters()))
         self.batch.forward_begins(inputs)
 
         def follow(hidden: Tensor) -> None:

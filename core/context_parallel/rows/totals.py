@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 TOTAL = (
@@ -37,6 +38,7 @@ class Total:
     """What became of one sum over `rows` rows' losses. weight: of these in the program's loss.
 
     own_counts: how many of this rank's were summed; who divides by that takes a mean, whatever multiplies it.
+    kept: how many of the rows have a loss. divisor: the only tensor that divides the sum, of one number.
     """
 
     rows: float
@@ -46,6 +48,8 @@ class Total:
     knows_ranks: bool = (
         False  # the program has thought of the ranks: what it divides by may be right
     )
+    kept: Tensor | float = 0.0
+    divisor: Tensor | None = None
     _is_over_all: bool = False
 
     def follow(self, name: str, args: tuple, rank_counts: tuple[int, ...]) -> None:
@@ -58,9 +62,66 @@ class Total:
         numbers = [x for x in args if not isinstance(x, Tensor)]
         if "mul" not in name and any(x == self.rows for x in numbers):
             self._is_over_all = isinstance(args[0], Tensor) and args[0].dim() > 0
+        tensors = [x for x in args[1:] if isinstance(x, Tensor)]
+        if tensors:
+            is_first = "mul" not in name and self.divisor is None and tensors[0].numel() == 1
+            self.divisor = tensors[0].detach().double() if is_first else torch.tensor(torch.nan)
         known = rank_counts if "mul" in name else self.own_counts
         if not numbers or any(x in known for x in numbers):
             self.knows_ranks = True
+
+
+class SharedCounts:
+    """Sums over one output's rows that a tensor divides: is it the tokens of all context ranks, and nothing else?
+
+    numbers: [4], of all sums what else scales them, less 1; the tensor; rows with a loss; how far tensors differ.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.numbers = torch.zeros(4, dtype=torch.float64, device=device)
+
+    def note(self, total: Total, gradient: Tensor) -> None:
+        """In backward: of one sum, and its gradient."""
+        if total.divisor is None or not total.rows:
+            return
+        divisor = total.divisor.reshape(()).to(self.numbers)
+        scale = gradient.detach().double().mean() * divisor
+        first = torch.where(self.numbers[1] == 0, divisor, self.numbers[1])
+        self.numbers[0] += (scale.abs() - 1).abs()
+        self.numbers[1] = first
+        self.numbers[2] += total.kept
+        self.numbers[3] += (divisor - first).abs()
+
+
+def told_of_shared_counts(numbers: Tensor, size: int, tolerance: float) -> str:
+    """What is said of the `numbers` [cp, 4] of `SharedCounts`; "" if nothing.
+
+    A mean over the ranks' numbers of tokens is right, as gradients are averaged; so is one of several microbatches.
+    """
+    scaled, counts, kept, spread = numbers.unbind(1)
+    count = float(counts[0])
+    if (
+        not numbers.isfinite().all()
+        or count < 1
+        or count != round(count)
+        or bool((counts != count).any())
+    ):
+        return ""
+    if float(scaled.max()) > tolerance or bool(spread.any()):
+        return ""
+    rows = float(kept.sum())
+    # of the rows' mean, which is 1 of one microbatch
+    share = rows / (count * size)
+    if not 0 < share <= (1 + tolerance) / size:
+        return ""
+    microbatches = round(1 / share)
+    if abs(microbatches * share - 1) < tolerance and microbatches % size:
+        return ""
+    return (
+        f"a sum over rows which are this context rank's is divided by {count:g}, the number of all ranks' tokens or "
+        f"more: {rows:g} rows of {size} context ranks have a loss. DataParallel averages over them, which leaves "
+        f"1/{size} of one process's gradient: multiply it by {size}"
+    )
 
 
 def counts_of(x: Tensor, result: Tensor) -> frozenset[float]:

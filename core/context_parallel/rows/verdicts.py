@@ -13,17 +13,20 @@ from core.context_parallel.rows.factors import (
     told_of_factors,
     told_of_scalars,
 )
+from core.context_parallel.rows.means import told_of_means
 from core.context_parallel.rows.reads import BRANCH_REMEDY
 from core.context_parallel.rows.totals import (
     COUNT_REMEDY,
     told_of_counts,
+    told_of_shared_counts,
     told_of_sums,
     told_of_totals,
 )
 from core.parallel_state.collectives import Group
 
-# norm and mean of the sums' gradients, what rows weigh, sums of the batch, numbers, tensors of outputs, of the batch
-_SIZES = [2, 1, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS]
+# norm and mean of the sums' gradients, what rows weigh, tensors that divide sums, sums of the batch, numbers, tensors
+# of outputs, of the batch; then weights of rows, as many numbers as there are sequences
+_SIZES = [2, 1, 4, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS]
 
 
 def verdicts(
@@ -35,7 +38,10 @@ def verdicts(
     judges_totals: bool,
 ) -> Iterator[tuple[str, str]]:
     """(message, its remedy; "": that of sums) of each thing that is wrong. numbers: [ranks, ...] of `_SIZES`."""
-    sums, weights, of_batch, scalars, of_outputs, of_tokens = numbers.split(_SIZES, dim=1)
+    of_means = numbers[:, sum(_SIZES) :]
+    sums, weights, counts, of_batch, scalars, of_outputs, of_tokens = numbers[
+        :, : sum(_SIZES)
+    ].split(_SIZES, dim=1)
     tolerance = 1e-6 if dtype in (torch.float32, torch.float64) else 1e-2
     if judges_totals:
         # they are sums in single precision
@@ -48,6 +54,8 @@ def verdicts(
         (divisors.told_of(of_batch), BATCH_REMEDY),
         of_weights,
         (told_of_sums(sums, group.ranks, tolerance), ""),
+        (told_of_shared_counts(counts, group.size, tolerance) if judges_totals else "", ""),
+        (told_of_means(of_means, group.ranks, max(tolerance, 1e-5)), ""),
         (told_of_scalars(scalars), BRANCH_REMEDY),
     ]
     yield from ((message, remedy) for message, remedy in found if message)

@@ -3,12 +3,15 @@
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 # FlexAttention makes all scores of a head where it is not compiled
 _FEW_ROWS = 1024
+# code that is compiled is run as it is written in the first two forwards, and in one of so many
+_PERIOD = 67
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -29,6 +32,67 @@ def run_as_written(module: nn.Module, inputs: Sequence[Tensor], until: ExitStack
         return not is_compiled(module)
     until.enter_context(torch.compiler.set_stance("force_eager"))
     return True
+
+
+class AsWritten:
+    """Compiled functions run as they were written while a program holds tensors that are followed.
+
+    Compiled code calls no function that could be heard, and some backends refuse the class of what is followed.
+    """
+
+    def __init__(self) -> None:
+        self._stance: Any = None
+        self._takes_any_class = False
+
+    def begin(self, count: int, device: torch.device) -> None:
+        """Until `end`, in the first two calls and one of 67, if `device` has the memory. count: of calls, from 1."""
+        if not self._takes_any_class:
+            self._takes_any_class = True
+            _take_any_class()
+        if self._stance is not None or not _compiles():
+            return
+        if (count > 2 and count % _PERIOD) or not _is_half_free(device):
+            return
+        now = torch.compiler.set_stance("force_eager")
+        before = now.prev
+        if before.stance == "default":
+            self._stance = now.stance
+            self._stance.holders = 1
+            return
+        now.__exit__(None, None, None)
+        # another's of this kind, or the program's own
+        if hasattr(before, "holders"):
+            self._stance = before
+            before.holders += 1
+
+    def end(self) -> None:
+        """They are compiled again, unless the program has said otherwise meanwhile."""
+        stance, self._stance = self._stance, None
+        if stance is None:
+            return
+        stance.holders -= 1
+        if stance.holders == 0:
+            now = torch.compiler.set_stance("default")
+            if now.prev is not stance:
+                now.__exit__(None, None, None)
+
+    def __del__(self) -> None:
+        if sys is not None and not sys.is_finalizing():
+            self.end()
+
+
+def _take_any_class() -> None:
+    """torch's check of custom operators, in a first call of compiled code, refuses tensors of classes of ours."""
+    from torch._functorch import config
+
+    if getattr(config, "check_custom_op_aliasing", False):
+        config.check_custom_op_aliasing = False
+
+
+def _compiles() -> bool:
+    """Whether the program has given anything to torch.compile; where torch does not say so, it may have."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and bool(getattr(dynamo, "cached_backends", True))
 
 
 def _is_half_free(device: torch.device) -> bool:

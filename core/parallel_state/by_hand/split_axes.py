@@ -139,6 +139,12 @@ def broadcast(axes: Axes, shape: Sequence[int]) -> Axes | None:
     return tuple(result)
 
 
+def are_crossed(inputs: Sequence[Axes], dims: int) -> bool:
+    """Whether an elementwise result of `dims` dims pairs a split dim with another: `x[:, :, None] - x[:, None]`."""
+    places = [{dim - len(axes) + dims for dim in split_dims(axes)} for axes in inputs]
+    return len(set().union(*places)) > max(map(len, places))
+
+
 def are_blocks(axes: Axes) -> bool:
     """Whether the last dim is one block of the whole's: a row linear's weight is split so."""
     return not axes[-1] or not is_split(axes, [-1]) or axes[-1][0][1]

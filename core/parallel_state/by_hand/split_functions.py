@@ -104,6 +104,8 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         return tried(func, args, kwargs, result) or Finding("reduction", name, shape)
     if kind == "fact" or not isinstance(result, Tensor):
         return None
+    if kind == "element" and split_axes.are_crossed([_axes(t) for t in tensors], result.dim()):
+        return Finding("reduction", name, shape)
     return [(result, _placed(func, kind, args, kwargs, axes, result))]
 
 

@@ -170,9 +170,9 @@ class _PipelineCache:
         self.batch_watch.after_step()
 
     def context_factor(self, outputs: Sequence[Any], losses: Tensor) -> float:
-        """Of a loss_func's (loss, report); a loss with its num_tokens is this rank's."""
+        """Of a loss_func's (loss, report), or (loss, num_tokens, report) whose tokens divide it."""
         assert self.context_means is not None
-        return self.context_means.factor(outputs[0], losses) if len(outputs) == 2 else 1.0
+        return self.context_means.factor(_divided(outputs), losses, is_counted=len(outputs) == 3)
 
     def __deepcopy__(self, memo: dict) -> "_PipelineCache":
         return _PipelineCache()
@@ -252,10 +252,16 @@ def _loss_like_megatron(
                 "report), or leave it False"
             )
         return loss, outputs[1], report
+    # already averaged: Megatron's losses are means, ours are sums over counted tokens
+    return _divided(outputs) / averaged_over, 1.0, report
+
+
+def _divided(outputs: Sequence[Any]) -> Tensor:
+    """The loss of a `loss_func`, over its tokens where it returned them."""
+    loss: Tensor = outputs[0]
     if len(outputs) == 3:
         loss = loss / torch.as_tensor(outputs[1], device=loss.device).clamp(min=1)
-    # already averaged: Megatron's losses are means, ours are sums over counted tokens
-    return loss / averaged_over, 1.0, report
+    return loss
 
 
 def _state_of(model: nn.Module) -> ParallelState:

@@ -224,6 +224,10 @@ def describe(
         longer = ""
         if train.truncated:
             longer = f", {train.truncated:,} are longer and lose their end"
+        if train.unanswered:
+            longer += (
+                f", {len(train.unanswered):,} of them all of their answers: they are passed over"
+            )
         say(
             f"conversations: {train.token_file.num_documents:,} in {train.num_samples:,} rows of "
             f"{train.sequence_length:,} tokens{longer}; the loss is of their answers"

@@ -182,6 +182,10 @@ class MLATransformerConfig(TransformerConfig):
     """
 
     def __init__(self, **arguments: Any) -> None:
+        if "rotary_scaling" in arguments and "rope_type" not in arguments:
+            # of `dataclasses.replace`, which gives all fields as they were made
+            super().__init__(**arguments)
+            return
         arguments = _LATENT_DEFAULTS | {"multi_latent_attention": True} | arguments
         kind = arguments.pop("rope_type", "yarn")
         scaling: dict[str, Any] = {}

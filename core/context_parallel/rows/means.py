@@ -1,0 +1,83 @@
+"""Notices a mean over each context rank's own rows by its gradient alone, whatever computed it.
+
+Compiled code, an `autograd.Function` and torch.func call nothing that could be heard. But a mean over the rows that
+count gives each of them the same weight, 1 / n, and n is another number on each rank: constant weights whose sum is
+the same on all ranks, while they themselves differ.
+"""
+
+import torch
+from torch import Tensor
+
+# smallest and largest weight that is not 0, and how many there are
+_NUMBERS = 3
+
+
+@torch.no_grad()
+def numbers_of_weights(gradient: Tensor, output: Tensor | None) -> Tensor:
+    """[3 * (1 + b)] of rows' weights in the loss: of all rows, then of each sequence.
+
+    gradient: of losses [b, s/cp], or of `output`, logits [b, s/cp, v]; of anything else no weights are known.
+    """
+    weights = gradient.detach()
+    if weights.dim() == 3 and output is not None and output.shape == weights.shape:
+        weights = _weights_in_cross_entropy(weights, output.detach().as_subclass(Tensor))
+    if weights.dim() != 2:
+        return gradient.new_zeros(_NUMBERS, dtype=torch.float64)
+    of_sequences = weights.double().abs()
+    counts = (of_sequences > 0).sum(1)
+    largest = of_sequences.amax(1)
+    smallest = torch.where(of_sequences > 0, of_sequences, torch.inf).amin(1)
+    of_all = torch.stack((smallest.amin(), largest.amax(), counts.sum().double()))
+    return torch.cat((of_all, torch.stack((smallest, largest, counts.double()), 1).flatten()))
+
+
+def _weights_in_cross_entropy(gradient: Tensor, logits: Tensor) -> Tensor:
+    """[b, s/cp]: w of each row where its gradient is w * (softmax(logits) - one_hot(label)); else the gradient."""
+    of_label, label = gradient.min(-1, keepdim=True)
+    of_other, other = gradient.max(-1, keepdim=True)
+    # no cross entropy's: those of a row add up to 0
+    size = of_other.double() - of_label.double()
+    is_of_label = (gradient.sum(-1, keepdim=True, dtype=torch.float64).abs() <= 1e-2 * size) | (
+        size == 0
+    )
+    if not bool(is_of_label.all()):
+        return gradient
+    # of two classes the gradients are in the ratio of their probabilities
+    ratio = (logits.gather(-1, label) - logits.gather(-1, other)).double().exp()
+    return (of_other.double() * ratio - of_label.double()).squeeze(-1)
+
+
+def told_of_means(numbers: Tensor, ranks: tuple[int, ...], tolerance: float) -> str:
+    """What is said of `numbers_of_weights` [cp, ...]; "" if nothing. tolerance: of the gradients' dtype."""
+    of_each = numbers.view(len(numbers), -1, _NUMBERS)
+    for part, what in ((of_each[:, :1], "all rows"), (of_each[:, 1:], "a sequence's rows")):
+        smallest, largest, counts = part.unbind(-1)
+        used = counts > 0
+        shared = used.sum(0) > 1
+        if not bool(shared.any()):
+            continue
+        is_constant = (largest - smallest <= tolerance * largest) | ~used
+        sums = largest * counts
+        highest, lowest = _range(sums, used)
+        is_mean = is_constant.all(0) & (highest - lowest <= tolerance * highest) | ~shared
+        heaviest, lightest = _range(largest, used)
+        differs = shared & (heaviest - lightest > 10 * tolerance * heaviest)
+        if not bool(is_mean.all()) or not bool(differs.any()):
+            continue
+        place = int(differs.nonzero()[0])
+        n = [
+            f"{int(count)} on rank {rank}"
+            for count, rank in zip(counts[:, place], ranks, strict=True)
+        ]
+        return (
+            f"the loss takes a mean over {what} which are this context rank's, each by the number of its own that "
+            f"count ({', '.join(n)}). One process divides by that of all, so tokens weigh differently than there"
+        )
+    return ""
+
+
+def _range(values: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest and the smallest over the ranks that have rows."""
+    return torch.where(used, values, -torch.inf).amax(0), torch.where(used, values, torch.inf).amin(
+        0
+    )
