@@ -230,6 +230,8 @@ REMARKS = {
 
 # what a TransformerConfig does not say: who takes it, or in which words
 OF_A_MODEL = {
+    "use_cache": "transformers' Trainer does that: give it a module of your own around the GPTModel "
+    "(docs/coming_from.md)",
     "vocab_size": "GPTModel takes it",
     "block_size": "GPTModel takes it, as max_sequence_length",
     "dropout": "give hidden_dropout and attention_dropout",

@@ -3,6 +3,7 @@ a fraction where a number belongs is told too."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import FrozenInstanceError
 from difflib import get_close_matches
 from functools import cache, wraps
 from inspect import isclass, signature
@@ -75,6 +76,21 @@ def tells_names(
 
         if not isclass(made):
             return told  # type: ignore[return-value]
+
+        def refuse(self: Any, name: str, value: Any) -> None:
+            fields = list(signature(made).parameters)
+            if type(self) is not made and name not in fields:  # a subclass's own
+                object.__setattr__(self, name, value)
+                return
+            remedy = f"dataclasses.replace(config, {name}=...) makes another"
+            if name not in fields:
+                remedy = (remedies or {}).get(name) or _remedy(name, section, fields, made.__name__)
+            raise FrozenInstanceError(
+                f"cannot assign to field {name!r}: a {type(self).__name__} stays as it was made; {remedy}"
+            )
+
+        if "__setattr__" in vars(made):  # a frozen dataclass's
+            made.__setattr__ = refuse  # type: ignore[method-assign]
         made.__init__ = told  # type: ignore[method-assign]
         return made
 

@@ -1,5 +1,8 @@
 """Arguments of other libraries' constructors and files, given to ours: each is answered with what there is."""
 
+import dataclasses
+import io
+
 import pytest
 import torch
 from torch import nn
@@ -10,9 +13,11 @@ from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline
 from core.pipeline.simulate import main as simulate
+from core.training import initialize
 from core.training.config import RunConfig
 from core.training.config.messages.names import unknown
 from core.training.config.run import known_fields
+from core.transformer.transformer_config import TransformerConfig
 
 PS = ParallelState.single()
 
@@ -74,3 +79,40 @@ def test_a_file_or_torchs_folder_is_no_checkpoint(tmp_path, name):
 )
 def test_names_of_megatron_and_torchtitan(name, answer):
     assert unknown(name, known_fields()).startswith(f"unknown {name}; {answer}")
+
+
+def test_a_configuration_stays_as_it_was_made():
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2)
+    for name, remedy in (
+        ("hidden_size", "dataclasses.replace"),
+        ("use_cache", "Trainer"),
+        ("hidden_sise", "hidden_size"),
+    ):
+        with pytest.raises(dataclasses.FrozenInstanceError, match=f"cannot assign to field '{name}': .*{remedy}"):
+            setattr(config, name, 16)
+
+
+class LikeTheirDataset:
+    """Of Hugging Face's datasets, which have a method of that name."""
+
+    def batch(self, batch_size, drop_last_batch=False):
+        raise AssertionError("not called")
+
+
+def test_batches_with_a_method_of_another_meaning_are_refused():
+    with pytest.raises(ValueError, match=r"batches is a LikeTheirDataset with 0 of the 1 method needed: batch\(step"):
+        initialize(nn.Linear(2, 2), config={}, batches=LikeTheirDataset(), loss_fn=print)
+
+
+def test_gradients_go_to_files_and_other_libraries_by_value():
+    model = nn.Linear(4, 4)
+    DataParallel(model, PS)
+    model(torch.ones(2, 4)).sum().backward()
+    gradient = model.weight.grad
+    file = io.BytesIO()
+    torch.save({"weight": gradient}, file)
+    file.seek(0)
+    for found in (torch.load(file)["weight"], torch.from_dlpack(gradient), torch.from_dlpack(gradient.detach())):
+        assert type(found) is torch.Tensor and torch.equal(found, torch.full((4, 4), 2.0))
+    with pytest.raises(RuntimeError, match=r"the gradient of weight has no memory of its own.*p.grad.clone\(\)"):
+        gradient.untyped_storage()

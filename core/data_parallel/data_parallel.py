@@ -265,7 +265,7 @@ class DataParallel(BesideModule, GradSync):
 
         Raises ValueError: values of another dtype, shape or device.
         """
-        self._kept.look(self._steps)
+        self._kept.look()
         for buffer in self.buffers:
             buffer.take_weights()
 

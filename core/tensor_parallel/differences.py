@@ -2,12 +2,15 @@
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.collectives.checks import fingerprint
+from core.parallel_state.collectives.groups import ranks_of_sum
 
 BATCH = "the batch"
 # gradients over one group, in its first backwards
@@ -80,5 +83,40 @@ def compare_gradients(gradient: Tensor, group: Group) -> None:
         f"{list(gradient.shape)}, all columns: backward takes a rank's own columns of it, and loses what the others "
         "have there. What is whole goes on alike on all ranks; core.tensor_parallel.scatter_to_tensor_region(x, "
         "group) takes a rank's columns of it, in the place of `x.chunk(place.tp, -1)[place.rank]`",
+        stacklevel=2,
+    )
+
+
+def follow_sums(output: Tensor, group: Group) -> None:
+    """In the backward of `output`: tell where torch's own differentiable all-reduce sums what is whole on each rank.
+
+    Its backward adds up the ranks' gradients. That is right for what each rank uses in its own columns, a statistic
+    say; the sum of a row linear by hand goes on alike on all ranks, and its gradient is then as often too large. One
+    small all-gather for each such sum.
+    """
+    nodes: list[Any] = [output.grad_fn]
+    seen = set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if ranks_of_sum(node) == group.ranks:
+            node.register_prehook(partial(_compare_summed, group))
+        nodes += [before for before, _ in node.next_functions]
+
+
+@torch.no_grad()
+def _compare_summed(group: Group, gradients: tuple[Tensor | None, ...]) -> None:
+    if gradients[0] is None:
+        return
+    numbers = all_gather(fingerprint(gradients[0])[None].contiguous(), group)
+    # they would differ in the last places only, if each rank computed them
+    if not numbers.any() or bool((numbers != numbers[0]).any()):
+        return
+    warnings.warn(
+        f"torch's differentiable all-reduce over tensor ranks {list(group.ranks)} gets one gradient on all of them, "
+        f"of {list(gradients[0].shape)}, and adds it up: gradients before it are {group.size} times too large. "
+        "core.tensor_parallel.reduce_from_tensor_region(x, group) is the sum whose result all ranks go on with",
         stacklevel=2,
     )

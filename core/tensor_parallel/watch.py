@@ -22,7 +22,7 @@ from core.parallel_state.collectives.checks import checksum, fingerprint
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
-from core.tensor_parallel.differences import BATCH, difference_message
+from core.tensor_parallel.differences import BATCH, difference_message, follow_sums
 from core.tensor_parallel.hooked_gradients import HookedGradients
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
 from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
@@ -154,6 +154,8 @@ class SplitWatch:
         is_compared = not self._forwards_with_gradients & (self._forwards_with_gradients - 1)
         by_hand = self.observe(module, look_again=is_compared)
         for output in outputs:
+            if self._group is not None and is_compared:
+                follow_sums(output, self._group)
             if self._group is not None and is_compared and are_replicated is not False:
                 _compare_gradient(output, self._group, is_replicated=are_replicated)
             output.register_hook(by_hand.pause_in_backward)

@@ -245,26 +245,6 @@ def test_a_conversation_longer_than_a_row_loses_its_end_and_is_counted(file):
     assert labels[-1] == expected, "its last token predicts the one that is cut off"
 
 
-def test_a_conversation_of_whose_answers_nothing_is_left_is_passed_over(file):
-    """Else a row without labels: 0 / 0."""
-    made = batches(file, s=8)
-    prompts = [len(file.document(i)) for i in range(100)]
-    lost = [i for i in range(100) if not file.answers(*_reach(file, i, 8)).any()]
-    assert made.unanswered == lost and 0 < len(lost) < 100
-    labels = made._windows(range(made.num_samples))["labels"]
-    assert (labels != -100).any(1).all()
-    assert (labels != -100).sum() == sum(file.answers(*_reach(file, i, 8)).sum() for i in range(100))
-    assert max(prompts) > 8
-    with pytest.raises(ValueError, match="sequence_length=1 leaves nothing of the answers of all 100 conversations"):
-        batches(file, s=1)
-
-
-def _reach(file, number, s):
-    """From the first token that a row of s inputs predicts to behind its last."""
-    first = file.document_start(number)
-    return first + 1, min(first + s + 1, first + len(file.document(number)))
-
-
 def test_text_and_conversations_are_not_taken_for_each_other(file, tmp_path):
     with pytest.raises(ValueError, match="marks answers, and all tokens would be learned alike; use Conversation"):
         GPTBatches(token_file=file, sequence_length=16, global_batch_size=4, seed=1)

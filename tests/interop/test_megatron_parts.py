@@ -377,3 +377,12 @@ def test_gradients_that_nobody_has_summed_are_told_once(ranks):
         assert len(told) == 1 and "replicas of 2 ranks part: call finalize_model_grads([model])" in told[0]
     assert ranks(said_in_steps, True, world=2) == [[], []]
     assert ranks(said_in_steps, False, world=1) == [[]]
+
+
+def test_a_spec_may_say_the_norms_of_q_and_k_that_the_configuration_says():
+    facts = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    spec = get_gpt_layer_local_spec(qk_layernorm=True)
+    model = GPTModel(TransformerConfig(**facts, qk_layernorm=True), spec, vocab_size=8, max_sequence_length=4)
+    assert any("q_layernorm" in name for name, _ in model.named_parameters())
+    with pytest.raises(ValueError, match="and the configuration says qk_layernorm=False; TransformerConfig"):
+        GPTModel(TransformerConfig(**facts), spec, vocab_size=8, max_sequence_length=4)

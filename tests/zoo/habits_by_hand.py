@@ -125,12 +125,26 @@ def kept(side: Side) -> dict[str, Tensor]:
     return side.weights(optimizer, model)
 
 
-@habit("a state_dict kept from before DataParallel was made, and only read")
+@habit(
+    "a view of a weight kept from before DataParallel was made, and read after updates (a twin without gradients)",
+    "keep the values of then",
+    "take it after DataParallel is made",
+    outcome="told",
+)
 def kept_read(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    held = next(model.parameters()).detach()
+    optimizer = side.wrap(model)
+    steps(side, model, optimizer, 2)
+    return {"held": held.clone(), **side.weights(optimizer, model)}
+
+
+@habit("a state_dict from before DataParallel was made, which is gone at the first update")
+def kept_for_a_while(side: Side) -> dict[str, Tensor]:
     model = side.net()
     held = model.state_dict()
     first = {f"first.{name}": value.clone() for name, value in held.items()}
     optimizer = side.wrap(model)
+    del held
     steps(side, model, optimizer, 2)
-    assert held
     return first | side.weights(optimizer, model)

@@ -2,13 +2,14 @@
 
 import pytest
 
-from tests.zoo import context_batches, context_hooks, context_losses, context_teachers
+from tests.zoo import context_batches, context_hooks, context_losses, context_means, context_teachers
 from tests.zoo.case import judge, observe
 
 FAMILIES = {
     "losses": context_losses,
     "batches": context_batches,
     "hooks": context_hooks,
+    "means": context_means,
     "teachers": context_teachers,
 }
 

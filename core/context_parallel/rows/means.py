@@ -12,18 +12,15 @@ from torch import Tensor
 _NUMBERS = 3
 
 
-@torch.no_grad()
-def numbers_of_weights(gradient: Tensor, output: Tensor | None) -> Tensor:
-    """[3 * (1 + b)] of rows' weights in the loss: of all rows, then of each sequence.
+def no_weights(output: Tensor) -> Tensor:
+    """[3 * (1 + b)]: none are known, of an output of b sequences."""
+    return torch.zeros(_NUMBERS * (1 + len(output)), dtype=torch.float64, device=output.device)
 
-    gradient: of losses [b, s/cp], or of `output`, logits [b, s/cp, v]; of anything else no weights are known.
-    """
-    weights = gradient.detach()
-    if weights.dim() == 3 and output is not None and output.shape == weights.shape:
-        weights = _weights_in_cross_entropy(weights, output.detach().as_subclass(Tensor))
-    if weights.dim() != 2:
-        return gradient.new_zeros(_NUMBERS, dtype=torch.float64)
-    of_sequences = weights.double().abs()
+
+@torch.no_grad()
+def numbers_of_weights(weights: Tensor) -> Tensor:
+    """[3 * (1 + b)] of rows' `weights` [b, s/cp] in the loss: of all rows, then of each sequence."""
+    of_sequences = weights.detach().double().abs()
     counts = (of_sequences > 0).sum(1)
     largest = of_sequences.amax(1)
     smallest = torch.where(of_sequences > 0, of_sequences, torch.inf).amin(1)
@@ -31,20 +28,18 @@ def numbers_of_weights(gradient: Tensor, output: Tensor | None) -> Tensor:
     return torch.cat((of_all, torch.stack((smallest, largest, counts.double()), 1).flatten()))
 
 
-def _weights_in_cross_entropy(gradient: Tensor, logits: Tensor) -> Tensor:
-    """[b, s/cp]: w of each row where its gradient is w * (softmax(logits) - one_hot(label)); else the gradient."""
+@torch.no_grad()
+def weights_in_cross_entropy(gradient: Tensor, logits: Tensor) -> Tensor:
+    """[b, s/cp]: w of each row where the gradient is w * (softmax(logits) - one_hot(label)); else zeros."""
     of_label, label = gradient.min(-1, keepdim=True)
     of_other, other = gradient.max(-1, keepdim=True)
-    # no cross entropy's: those of a row add up to 0
+    # of no other loss those of a row add up to 0
     size = of_other.double() - of_label.double()
-    is_of_label = (gradient.sum(-1, keepdim=True, dtype=torch.float64).abs() <= 1e-2 * size) | (
-        size == 0
-    )
-    if not bool(is_of_label.all()):
-        return gradient
+    is_of_label = gradient.sum(-1, keepdim=True, dtype=torch.float64).abs() <= 1e-2 * size
     # of two classes the gradients are in the ratio of their probabilities
     ratio = (logits.gather(-1, label) - logits.gather(-1, other)).double().exp()
-    return (of_other.double() * ratio - of_label.double()).squeeze(-1)
+    weights = of_other.double() * ratio - of_label.double()
+    return (weights * is_of_label.all()).squeeze(-1)
 
 
 def told_of_means(numbers: Tensor, ranks: tuple[int, ...], tolerance: float) -> str:

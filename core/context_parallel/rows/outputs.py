@@ -1,6 +1,5 @@
 """What a program makes of one output of a model, [b, s/cp, ...] of a context rank's rows, until its backward."""
 
-import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,6 +35,8 @@ from core.context_parallel.rows.totals import (
     counts_of,
     is_constant_count,
     summed_rows,
+    weight_of_count,
+    weight_of_totals,
 )
 from core.context_parallel.rows.verdicts import verdicts
 from core.parallel_state.by_hand.part_sizes import PartNumber
@@ -66,7 +67,7 @@ class Sums(Follower):
         # [b, s/cp]: else the rows' losses are the program's
         self._is_loss = output.dim() == 2
         self._shape = tuple(output.shape[:2])
-        self._output = weakref.ref(output)
+        self._weights = means.no_weights(output)
         self.is_evaluation = not output.requires_grad
         self._totals: list[Total] = []
         # what `loss_fn` returned with a count that is no rows'
@@ -74,6 +75,17 @@ class Sums(Follower):
         self._shared = SharedCounts(output.device)
         self._divisors = Divisors(owner.batch, output.device)
         self._factors = factors.RowFactors(output.device)
+
+    def weigh(self, logits: Tensor) -> None:
+        """Of [b, s/cp, v]: in their backward, before it comes to the output, what rows weigh in a cross entropy."""
+        values = logits.detach().as_subclass(Tensor)
+
+        def note(gradient: Tensor) -> None:
+            self._weights = means.numbers_of_weights(
+                means.weights_in_cross_entropy(gradient, values)
+            )
+
+        logits.register_hook(note)
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
         if isinstance(tensor, Tensor) and (tensor.is_floating_point() or partial):
@@ -358,15 +370,19 @@ class Sums(Follower):
         self._backwards += 1
         group = self._owner.group
         assert group is not None
-        weight = self._weight_of_totals if self._judges_totals else self._weight_of_count
-        self._numbers[2] = weight(gradient)
+        of_losses = gradient.detach() if self._is_loss else None
+        if self._judges_totals:
+            self._numbers[2] = weight_of_totals(self._totals, of_losses)
+        else:
+            self._numbers[2] = weight_of_count(self._counted, of_losses)
         self._owner.backward_ended()
         of_batch = self._owner.batch.factors.of_tensors.to(self._numbers.device)
         told = self._numbers.new_tensor([float(self._owner.told)])
         shared = self._shared.numbers * self._owner.is_averaged
         of_outputs = (self._numbers, shared, self._divisors.numbers, self._factors.numbers)
-        of_means = means.numbers_of_weights(gradient, self._output())
-        numbers = torch.cat((*of_outputs, of_batch, of_means, told))
+        if self._is_loss:
+            self._weights = means.numbers_of_weights(gradient)
+        numbers = torch.cat((*of_outputs, of_batch, self._weights, told))
         gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
         self._numbers.zero_()
         self._shared.numbers.zero_()
@@ -379,21 +395,3 @@ class Sums(Follower):
         for found in verdicts(gathered, group, self._divisors, gradient.dtype, **how):
             # without a remedy of its own: that of sums
             self._owner.tell(*filter(None, found))
-
-    def _weight_of_totals(self, gradient: Tensor) -> Tensor | float:
-        """What this rank's rows weigh in the loss, if sums say so that nobody divided by a tensor; else 0."""
-        plain = [total.weight for total in self._totals if not total.knows_ranks]
-        weights = [weight for weight in plain if weight is not None]
-        if not weights:
-            return 0.0
-        if self._is_loss:  # masks and weights of rows included
-            return gradient.detach().sum()
-        return torch.stack(weights).sum()
-
-    def _weight_of_count(self, gradient: Tensor) -> Tensor | float:
-        """What this rank's rows weigh in a sum, over what `loss_fn` counts beside it; 0 where it counts rows."""
-        total = self._counted
-        if total is None or total.unit is None:
-            return 0.0
-        weight = gradient.detach().double().sum() if self._is_loss else total.weight
-        return 0.0 if weight is None else weight / total.unit

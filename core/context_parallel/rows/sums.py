@@ -35,6 +35,10 @@ _REMEDY = (
 )
 
 
+# forwards in which the weights of rows in a cross entropy are found
+_WEIGHED = 2
+
+
 class RowSums:
     """Follows the outputs of a model's first forwards with gradients, and of each 17th; tells once."""
 
@@ -84,7 +88,14 @@ class RowSums:
             if not self.told:
                 self._as_written.begin(self._forwards, output.device)
                 sums.mark(output, axes_of_rows(output, rows_dim))
+            if rows_dim == 1 and output.dim() == 3:
+                self._weigh(sums, output)
             self._latest = weakref.ref(sums)
+
+    def _weigh(self, sums: Sums, logits: Tensor) -> None:
+        # it keeps the logits until backward: in few forwards
+        if self._forwards <= _WEIGHED:
+            sums.weigh(logits)
 
     def _follow_reads(self, output: Tensor, rows_dim: int) -> None:
         """Of an evaluation: statistics of this rank's rows are told where they are read; nothing has a gradient."""
@@ -153,6 +164,8 @@ class RowSums:
         sums = self._latest() if self._latest is not None else None
         if sums is not None and gathered.requires_grad != sums.is_evaluation:
             sums.mark(gathered, axes_of_rows(gathered))
+            if gathered.requires_grad:
+                self._weigh(sums, gathered)
 
     def tell(self, what: str, remedy: str = _REMEDY) -> None:
         """Warn of `what` with the remedy, once for this model."""

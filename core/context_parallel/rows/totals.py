@@ -71,6 +71,26 @@ class Total:
             self.knows_ranks = True
 
 
+def weight_of_totals(totals: Sequence[Total], gradient: Tensor | None) -> Tensor | float:
+    """What this rank's rows weigh in the loss, if sums say so that nobody divided by a tensor; else 0.
+
+    gradient: of the losses [b, s/cp], masks and weights of rows included; None: the output was no losses.
+    """
+    plain = [total.weight for total in totals if not total.knows_ranks]
+    weights = [weight for weight in plain if weight is not None]
+    if not weights:
+        return 0.0
+    return torch.stack(weights).sum() if gradient is None else gradient.sum()
+
+
+def weight_of_count(total: Total | None, gradient: Tensor | None) -> Tensor | float:
+    """What this rank's rows weigh in a sum, over what `loss_fn` counts beside it; 0 where it counts rows."""
+    if total is None or total.unit is None:
+        return 0.0
+    weight = total.weight if gradient is None else gradient.double().sum()
+    return 0.0 if weight is None else weight / total.unit
+
+
 class SharedCounts:
     """Sums over one output's rows that a tensor divides: is it the tokens of all context ranks, and nothing else?
 

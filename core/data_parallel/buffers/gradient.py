@@ -7,7 +7,6 @@ which is then what counts until the step.
 """
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -20,7 +19,7 @@ from torch.utils import _pytree as pytree
 from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.changes import ChangesByHand
 from core.data_parallel.buffers.life import Phase
-from core.data_parallel.buffers.norms import global_norms, warn_of_whole_norm
+from core.data_parallel.buffers.norms import global_norms, warn_of_scaling, warn_of_whole_norm
 from core.data_parallel.buffers.operations import (
     ADDS,
     ELEMENTWISE,
@@ -239,6 +238,19 @@ class BucketGradient(Tensor):
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.clone()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._full("dlpack").__dlpack__(*args, **kwargs)
+
+    def untyped_storage(self) -> Any:
+        """Refused: its values lie in the buckets."""
+        raise RuntimeError(
+            f"the gradient of {self.slot.name} has no memory of its own, its values lie in the buckets; take "
+            "p.grad.clone().untyped_storage()"
+        )
+
     def _full(self, function: str) -> Tensor:
         self.check_step()
         self.slot.request_values()
@@ -287,7 +299,7 @@ class BucketGradient(Tensor):
                 return norms
             return norms[0]
         if func in SCALES and isinstance(args[1], Tensor):
-            _warn_of_scaling(slots[0])
+            warn_of_scaling(slots[0].buffer.ps.size("pp"))
 
         if local:
             changes = ours[0].slot.sums.changes
@@ -318,17 +330,6 @@ def slot_of(parameter: Tensor) -> ParameterSlot | None:
     if isinstance(owner, ParameterSlot):
         return owner
     return None
-
-
-def _warn_of_scaling(slot: ParameterSlot) -> None:
-    """Gradients are scaled by a tensor, as `clip_grad_norm_` does: on a pipeline by a norm of some stages."""
-    if (stages := slot.buffer.ps.size("pp")) > 1:
-        warnings.warn(
-            f"the gradients of 1 of {stages} pipeline ranks are scaled by a tensor: torch.nn.utils.clip_grad_norm_ "
-            "takes the norm of this rank's stages, and every rank scales by its own; OptimizerConfig(clip_grad=...) "
-            "clips by the norm of the model, and step() returns it",
-            stacklevel=4,
-        )
 
 
 def meet(slots: Sequence[ParameterSlot], function: str) -> None:

@@ -88,3 +88,14 @@ def warn_of_whole_norm(parameters: Sequence[Parameter]) -> None:
             "the model's",
             stacklevel=4,
         )
+
+
+def warn_of_scaling(stages: int) -> None:
+    """Gradients are scaled by a tensor, as `clip_grad_norm_` does: on a pipeline by a norm of some of its stages."""
+    if stages > 1:
+        warnings.warn(
+            f"the gradients of 1 of {stages} pipeline ranks are scaled by a tensor: torch.nn.utils.clip_grad_norm_ "
+            "takes the norm of this rank's stages, and every rank scales by its own; OptimizerConfig(clip_grad=...) "
+            "clips by the norm of the model, and step() returns it",
+            stacklevel=4,
+        )

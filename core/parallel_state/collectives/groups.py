@@ -164,6 +164,18 @@ def ranks_of(group: ProcessGroup) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
+def ranks_of_sum(node: Any) -> tuple[int, ...] | None:
+    """Of an autograd node that is torch's differentiable all-reduce, of torch.distributed.nn or its functional
+    collectives, the global ranks; None of another node."""
+    name = node.name()
+    if name == "_AllReduceBackward":
+        group: Any = node.group or dist.group.WORLD
+        return ranks_of(group)
+    if "c10d_functional_all_reduce" in name:
+        return ranks_of(dist.distributed_c10d._resolve_process_group(node.group_name))
+    return None
+
+
 def available_backends() -> list[str]:
     """The backends of torch.distributed that this torch was built with."""
     if not dist.is_available():

@@ -32,7 +32,7 @@ def _is_marked(parameter: nn.Parameter) -> bool:
 
 def _may_be_tied(parameter: Any) -> bool:
     """A trained matrix that nobody marked."""
-    if type(parameter) is not nn.Parameter or parameter.dim() != 2:
+    if type(parameter) is not nn.Parameter or parameter.dim() < 2:  # a convolution's has 3 or more
         return False
     return parameter.requires_grad and not parameter.is_meta and not _is_marked(parameter)
 

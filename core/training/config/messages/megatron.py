@@ -62,6 +62,10 @@ _ANSWERS = {
     "grad_reduce_in_bf16": "give data_parallel.reduce_dtype=bfloat16",
     "recompute_granularity": "give training.recompute: layer for full, selective for selective",
     "recompute_activations": "give training.recompute=selective",
+    "hierarchical_context_parallel_sizes": "give parallel.ulysses, the ranks among which heads are exchanged, beside "
+    "parallel.context",
+    "load_main_params_from_ckpt": "leave it out: a checkpoint's weights are the main ones, float32",
+    "no_use_tokenizer_model_from_checkpoint_args": "leave it out: data.tokenizer is taken, or that beside the text",
     "moe_layer_recompute": "give training.recompute=layer; in a program apply_recompute(model, ['mlp'])",
     "moe_use_upcycling": "not here: a program makes the experts' weights of a dense checkpoint's",
     "overlap_moe_expert_parallel_comm": "not here; leave it out",
@@ -131,7 +135,7 @@ log_num_zeros_in_grad log_params_norm log_straggler
 enable_one_logger one_logger_project adlr_autoresume enable_ft_package rerun_mode
 non_persistent_save_interval non_persistent_ckpt_type train_sync_interval
 wandb_exp_name wandb_save_dir
-hierarchical_context_parallel_sizes distributed_timeout_minutes moe_shared_expert_overlap
+distributed_timeout_minutes moe_shared_expert_overlap
 moe_router_force_load_balancing enable_experimental
 no_one_logger disable_straggler_on_startup use_sharp nccl_communicator_config_path disable_gloo_process_groups
 tp_comm_overlap_ag moe_router_padding_for_fp8 encoder_tensor_model_parallel_size moe_hybridep_num_sms s3_cache_path
@@ -145,7 +149,7 @@ moe_shared_expert_gate moe_apply_probs_on_input is_hybrid_model hybrid_attention
 hybrid_override_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
 linear_attention_freq attention_output_gate experimental_attention_variant
 heterogeneous_layers_config_path num_classes output_bert_embeddings bert_embedder_type retro_workdir
-softmax_type
+retro_add_retriever softmax_type
 """
 
 # what there is nothing to give for -> why
@@ -163,7 +167,7 @@ _LEAVE_OUT = {
         "ckpt_format dist_ckpt_format use_dist_ckpt auto_detect_ckpt_format ckpt_convert_format "
         "ckpt_fully_parallel_save ckpt_fully_parallel_load ckpt_assume_constant_structure "
         "use_persistent_ckpt_worker dist_ckpt_strictness no_save_optim no_save_rng "
-        "no_ckpt_fully_parallel_save ckpt_convert_save"
+        "no_ckpt_fully_parallel_save ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format"
     ),
     "settings are those of this run, and what differs from the checkpoint's is told": (
         "override_opt_param_scheduler use_checkpoint_opt_param_scheduler use_checkpoint_args "

@@ -3,6 +3,7 @@
 import atexit
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -168,11 +169,22 @@ def _refuse_swapped_arguments(model: Any, batches: Any) -> None:
         if isinstance(model, (str, Path, RunConfig)):
             remedy = "a configuration is given by name: initialize(config=...)"
         raise ValueError(f"model is {kind}, 1 nn.Module is needed; {remedy}")
-    if batches is not None and not hasattr(batches, "batch"):
+    if batches is not None and not _gives_batches(batches):
         raise ValueError(
             f"batches is a {type(batches).__name__} with 0 of the 1 method needed: batch(step, rank=0, size=1) "
             "gives {name: tensor [rows, ...]}, this rank's rows of global batch number `step`"
         )
+
+
+def _gives_batches(batches: Any) -> bool:
+    """Whether `batch` takes a step, a rank and a size: that of Hugging Face's datasets is another one."""
+    try:
+        taken = signature(batches.batch).parameters.values()
+    except (AttributeError, TypeError):
+        return False
+    except ValueError:  # of one in C nothing is known
+        return True
+    return any(p.name == "rank" or p.kind is p.VAR_KEYWORD for p in taken)
 
 
 def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:

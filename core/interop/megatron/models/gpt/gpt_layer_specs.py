@@ -22,29 +22,31 @@ def get_gpt_layer_local_spec(
 
     num_experts: the configuration's num_moe_experts, whose `moe_layer_freq` says in which layers. moe_grouped_gemm:
     without effect, products of experts are grouped where that is right and faster. multi_latent_attention: the
-    configuration's (`MLATransformerConfig`).
-    Raises ValueError: parts that are not here; qk_layernorm, the configuration's. A model raises it of num_experts
-    and multi_latent_attention that are not the configuration's.
+    configuration's (`MLATransformerConfig`). qk_layernorm: the configuration's, which may say it alone.
+    Raises ValueError: parts that are not here. A model raises it of num_experts, multi_latent_attention and
+    qk_layernorm that are not the configuration's.
     """
-    arguments = {"qk_layernorm": qk_layernorm} | more
     without_effect = (None, False, 0, "LayerNorm", "RMSNorm")
-    unsupported = [name for name, value in arguments.items() if value not in without_effect]
+    unsupported = [name for name, value in more.items() if value not in without_effect]
     if unsupported:
-        if "qk_layernorm" in unsupported:
-            remedy = "; TransformerConfig(qk_layernorm=True) says it"
-        else:
-            remedy = ""
         raise ValueError(
-            f"{len(unsupported)} arguments ask for parts that are not here: {', '.join(unsupported)}{remedy}"
+            f"{len(unsupported)} arguments ask for parts that are not here: {', '.join(unsupported)}"
         )
-    build_attention = partial(_attention, bool(multi_latent_attention))
+    build_attention = partial(_attention, bool(multi_latent_attention), bool(qk_layernorm))
     vars(build_attention)["knows_context"] = True
     return replace(
         gpt2_spec(), attention=build_attention, mlp=partial(_feed_forward, num_experts or None)
     )
 
 
-def _attention(is_latent: bool, build: Build, spec: TransformerLayerSpec) -> nn.Module:
+def _attention(
+    is_latent: bool, has_norms: bool, build: Build, spec: TransformerLayerSpec
+) -> nn.Module:
+    if has_norms and not build.config.qk_layernorm:
+        raise ValueError(
+            "get_gpt_layer_local_spec(qk_layernorm=True), and the configuration says qk_layernorm=False; "
+            "TransformerConfig(qk_layernorm=True) makes the norms"
+        )
     if build.config.multi_latent_attention != is_latent:
         raise ValueError(
             f"get_gpt_layer_local_spec(multi_latent_attention={is_latent}), and the configuration says "

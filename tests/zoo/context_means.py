@@ -1,0 +1,116 @@
+"""Means over context ranks' own rows that no function shows: compiled, in torch.func, in a Function of one's own."""
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tests.zoo.case import Case, Family
+from tests.zoo.context_losses import LAYOUTS, S, by, cut
+
+ALL = "`all_reduce(n, group=get_data_parallel_group(with_context_parallel=True))`"
+# of all sequences, as a program counts them before the batch is cut
+TOKENS = torch.tensor(2.0 * S)
+
+
+def masked_mean(losses, mask):
+    return (losses * mask).sum() / mask.sum()
+
+
+class MaskedMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, losses, mask):
+        ctx.save_for_backward(mask)
+        return masked_mean(losses, mask)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (mask,) = ctx.saved_tensors
+        return gradient * mask / mask.sum(), None
+
+
+class FusedCrossEntropy(torch.autograd.Function):
+    """Its gradient is made in forward, as in kernels that save the memory of logits."""
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        with torch.enable_grad():
+            # a kernel reads memory: nothing of it is heard
+            x = torch.from_numpy(logits.detach().numpy().copy()).requires_grad_()
+            loss = F.cross_entropy(x, labels)
+        ctx.save_for_backward(*torch.autograd.grad(loss, x))
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+def by_functional(program):
+    losses = program.losses()
+    gradient, loss = torch.func.grad_and_value(masked_mean)(losses.detach(), program.mask)
+    return (losses * gradient).sum() + (loss - (losses * gradient).sum()).detach()
+
+
+def fused(program):
+    labels = program.labels.masked_fill(program.mask == 0, -100)
+    return FusedCrossEntropy.apply(program.logits().flatten(0, 1), labels.flatten())
+
+
+def told(what, loss_of, message="the loss takes a mean over .* which are this context rank's"):
+    return Case(what, by(loss_of), "told", message, ALL)
+
+
+HEARD = "which are this context rank's|counts otherwise"
+CASES = [
+    told("a masked mean in torch.compile (eager)", lambda p: compiled("eager")(p.losses(), p.mask), HEARD),
+    told("a masked mean in torch.compile (aot_eager)", lambda p: compiled("aot_eager")(p.losses(), p.mask), HEARD),
+    told("a masked mean in an autograd.Function", lambda p: MaskedMean.apply(p.losses(), p.mask)),
+    told("a masked mean by torch.func.grad_and_value", by_functional, HEARD),
+    told("each sequence's masked mean by torch.vmap", lambda p: torch.vmap(masked_mean)(p.losses(), p.mask).mean()),
+    told(
+        "a masked mean in a reentrant checkpoint",
+        lambda p: checkpoint(masked_mean, p.losses(), p.mask, use_reentrant=True),
+    ),
+    told("a masked mean by to_sparse()", lambda p: (p.losses() * p.mask).to_sparse().sum() / p.mask.sum()),
+    told("a mask over its own sum", lambda p: (p.losses() * (p.mask / p.mask.sum())).sum(), HEARD),
+    told("cross entropy whose gradient forward makes (a fused kernel's)", fused),
+    Case(
+        "`losses.sum() / n`, n a tensor that counts the whole batch (num_items_in_batch)",
+        by(lambda p: p.losses().sum() / TOKENS),
+        "told",
+        "is divided by 32, the number of all ranks' tokens or more",
+        "times the context ranks",
+    ),
+    Case("the same, times the context ranks", by(lambda p: p.losses().sum() / TOKENS * p.ranks)),
+    Case("`losses.sum() / n`, n / cp a tensor", by(lambda p: p.losses().sum() / (TOKENS / p.ranks))),
+    Case(
+        'weights by place, `torch.einsum("bs,s->b", losses, weights)`',
+        by(lambda p: torch.einsum("bs,s->b", x := p.losses(), torch.linspace(1, 2, x.shape[1]).to(x)).mean() / S),
+        "told",
+        "the same on all 2 context ranks",
+        '`batch["position_ids"]`',
+    ),
+    Case(
+        "pairs of rows, `(x[:, :, None] - x[:, None]).pow(2).mean()`",
+        by(lambda p: ((x := p.losses())[:, :, None] - x[:, None]).pow(2).mean()),
+        "told",
+        "sub of .* works across rows",
+        "all rows by `all_gather`",
+    ),
+    Case(
+        "a mask of whole sequences that is cut, over all ranks' tokens, in an autograd.Function",
+        by(lambda p: MaskedMean.apply(p.losses(), cut(p, torch.ones(2, S).double()))),
+    ),
+]
+
+
+def compiled(backend):
+    return torch.compile(masked_mean, backend=backend)
+
+
+FAMILY = Family(
+    "Means over context ranks that no function shows",
+    "Sequences over two context ranks, three steps of SGD, compared with one process that computes the same loss.",
+    CASES,
+    tuple(LAYOUTS),
+)
