@@ -9,6 +9,7 @@ from torch import nn
 
 from core.data_parallel import DataParallel
 from core.field_names import UnknownName
+from core.models.huggingface.facts import Facts
 from core.optimizer import OptimizerConfig
 from core.parallel_state import ParallelState
 from core.pipeline import Pipeline
@@ -116,3 +117,11 @@ def test_gradients_go_to_files_and_other_libraries_by_value():
         assert type(found) is torch.Tensor and torch.equal(found, torch.full((4, 4), 2.0))
     with pytest.raises(RuntimeError, match=r"the gradient of weight has no memory of its own.*p.grad.clone\(\)"):
         gradient.untyped_storage()
+
+
+def test_a_checkpoint_of_ours_is_no_folder_of_hugging_faces(tmp_path):
+    (tmp_path / "manifest.json").touch()
+    with pytest.raises(
+        ValueError, match=rf"a checkpoint of ours: checkpoint.weights={tmp_path} begins a run with its"
+    ):
+        Facts.of_folder(tmp_path)

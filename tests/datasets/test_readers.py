@@ -270,6 +270,8 @@ def test_saved_datasets(tmp_path):
     rows = datasets.Dataset.from_dict({"text": ["one", None, "two"], "n": [1, 2, 3]})
     rows.save_to_disk(tmp_path / "in" / "rows")
     assert read(tmp_path / "in") == ([b"one", b"two"], {"rows without a text 'text'": 1})
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "one")
+    assert read(tmp_path / "one") == ([b"one", b"two"], {"rows without a text 'text'": 1})
     datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(tmp_path / "splits")
     with pytest.raises(ValueError, match=r"dataset of 2 splits; name those to read: .*splits/test, .*splits/train"):
         read(tmp_path / "splits")

@@ -130,7 +130,7 @@ class _SourceSearch:
     ) -> Iterator[TextSource]:
         """What is in one directory; leaves those of `subdirectories` that are to be looked into, in order."""
         name = folder.relative_to(root).as_posix()
-        if _SPLITS in files:
+        if _SPLITS in files and subdirectories[1:]:
             splits = ", ".join(str(folder / entry) for entry in sorted(subdirectories))
             raise ValueError(
                 f"{folder} is a dataset of {len(subdirectories)} splits; name those to read: {splits}"
@@ -147,7 +147,7 @@ class _SourceSearch:
             entry for entry in subdirectories if not entry.startswith(".") and entry != "CVS"
         )
         for file in sorted(files):
-            if not file.startswith("."):
+            if not file.startswith(".") and file != _SPLITS:
                 path = folder / file
                 yield from self.file(path, path.relative_to(root).as_posix(), named=False)
 

@@ -96,6 +96,8 @@ class Facts:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             remedy = adapters_alone(folder) or "give a folder that save_pretrained or the Hub made"
+            if (folder / "manifest.json").is_file():
+                remedy = f"it is a checkpoint of ours: checkpoint.weights={folder} begins a run with its weights"
             raise ValueError(f"{path} does not exist; {remedy}") from None
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from None

@@ -148,6 +148,9 @@ _ANSWERS = {
     "eval_delay": "leave it out: validation begins at training.eval_interval",
     "metric_for_best_model": "give checkpoint.keep_best",
     "greater_is_better": "give checkpoint.keep_best_mode",
+    "early_stopping_patience": "not here: training.eval_interval validates, checkpoint.keep_best keeps the best, and "
+    "SIGTERM ends a run after a save",
+    "early_stopping_threshold": "not here: checkpoint.keep_best keeps the best step",
     "load_best_model_at_end": "give checkpoint.keep_best, and export that step",
     # saving
     "save_safetensors": "leave it out: checkpoint.export_huggingface writes safetensors",
