@@ -115,8 +115,6 @@ def test_gradients_go_to_files_and_other_libraries_by_value():
     file.seek(0)
     for found in (torch.load(file)["weight"], torch.from_dlpack(gradient), torch.from_dlpack(gradient.detach())):
         assert type(found) is torch.Tensor and torch.equal(found, torch.full((4, 4), 2.0))
-    with pytest.raises(RuntimeError, match=r"the gradient of weight has no memory of its own.*p.grad.clone\(\)"):
-        gradient.untyped_storage()
 
 
 def test_a_checkpoint_of_ours_is_no_folder_of_hugging_faces(tmp_path):

@@ -56,6 +56,20 @@ def fused(program):
     return FusedCrossEntropy.apply(program.logits().flatten(0, 1), labels.flatten())
 
 
+def traced(losses, mask):
+    return torch.jit.trace(masked_mean, (losses.detach(), mask))(losses, mask)
+
+
+def retained(program):
+    losses = program.losses()
+    losses.retain_grad()
+    assert losses.grad is None
+    losses.mean().backward()
+    assert losses.grad.shape == losses.shape
+    program.model.zero_grad()
+    return program.losses().mean()
+
+
 def told(what, loss_of, message="the loss takes a mean over .* which are this context rank's"):
     return Case(what, by(loss_of), "told", message, ALL)
 
@@ -71,6 +85,8 @@ CASES = [
         "a masked mean in a reentrant checkpoint",
         lambda p: checkpoint(masked_mean, p.losses(), p.mask, use_reentrant=True),
     ),
+    told("a masked mean in torch.jit.trace", lambda p: traced(p.losses(), p.mask)),
+    Case("`losses.retain_grad()`, and `losses.grad` before and after backward", by(retained)),
     told("a masked mean by to_sparse()", lambda p: (p.losses() * p.mask).to_sparse().sum() / p.mask.sum()),
     told("a mask over its own sum", lambda p: (p.losses() * (p.mask / p.mask.sum())).sum(), HEARD),
     told("cross entropy whose gradient forward makes (a fused kernel's)", fused),

@@ -244,13 +244,6 @@ class BucketGradient(Tensor):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self._full("dlpack").__dlpack__(*args, **kwargs)
 
-    def untyped_storage(self) -> Any:
-        """Refused: its values lie in the buckets."""
-        raise RuntimeError(
-            f"the gradient of {self.slot.name} has no memory of its own, its values lie in the buckets; take "
-            "p.grad.clone().untyped_storage()"
-        )
-
     def _full(self, function: str) -> Tensor:
         self.check_step()
         self.slot.request_values()

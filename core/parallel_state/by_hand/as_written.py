@@ -53,7 +53,8 @@ class AsWritten:
             return
         if (count > 2 and count % _PERIOD) or not _is_half_free(device):
             return
-        now = torch.compiler.set_stance("force_eager")
+        if (now := _change("force_eager")) is None:
+            return
         before = now.prev
         if before.stance == "default":
             self._stance = now.stance
@@ -71,10 +72,14 @@ class AsWritten:
         if stance is None:
             return
         stance.holders -= 1
-        if stance.holders == 0:
-            now = torch.compiler.set_stance("default")
-            if now.prev is not stance:
-                now.__exit__(None, None, None)
+        if stance.holders:
+            return
+        now = _change("default")
+        if now is None:
+            # called by compiled code: at the next call
+            self._stance, stance.holders = stance, 1
+        elif now.prev is not stance:
+            now.__exit__(None, None, None)
 
     def __del__(self) -> None:
         if sys is not None and not sys.is_finalizing():
@@ -87,6 +92,14 @@ def _take_any_class() -> None:
 
     if getattr(config, "check_custom_op_aliasing", False):
         config.check_custom_op_aliasing = False
+
+
+def _change(stance: str) -> Any:
+    """What has changed it, which can change it back; None inside of compiled code, where torch refuses."""
+    try:
+        return torch.compiler.set_stance(stance)
+    except RuntimeError:
+        return None
 
 
 def _compiles() -> bool:

@@ -43,7 +43,7 @@ class SplitTensor(ListenedTensor):
             return _run_backward(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             # our own layers know what a part is; only the program's use is judged
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
                 return func(*args, **kwargs)
             frame = sys._getframe(1)
             if called_by_core(frame) and not _is_heard(args, frame):

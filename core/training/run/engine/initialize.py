@@ -184,7 +184,7 @@ def _gives_batches(batches: Any) -> bool:
         return False
     except ValueError:  # of one in C nothing is known
         return True
-    return any(p.name == "rank" or p.kind is p.VAR_KEYWORD for p in taken)
+    return any(p.name in ("step", "rank") or p.kind is p.VAR_KEYWORD for p in taken)
 
 
 def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
