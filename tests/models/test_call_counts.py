@@ -1,6 +1,7 @@
 """What one step costs in calls, which no noise can blur: Python functions, and collectives."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ def without_hooks_of_others(count, *args, **how):
     others = [dict(hooks) for hooks in registries]
     for hooks in registries:
         hooks.clear()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # what they have compiled
     gc.collect()
     gc.disable()
     try:

@@ -49,7 +49,7 @@ class AsWritten:
         if not self._takes_any_class:
             self._takes_any_class = True
             _take_any_class()
-        if self._stance is not None or not _compiles():
+        if self._stance is not None or not compiles():
             return
         if (count > 2 and count % _PERIOD) or not _is_half_free(device):
             return
@@ -102,7 +102,7 @@ def _change(stance: str) -> Any:
         return None
 
 
-def _compiles() -> bool:
+def compiles() -> bool:
     """Whether the program has given anything to torch.compile; where torch does not say so, it may have."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and bool(getattr(dynamo, "cached_backends", True))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
+from core.parallel_state.by_hand.as_written import compiles
 from core.parallel_state.by_hand.changes import change_of_gradient
 from core.parallel_state.by_hand.functions import (
     NEW_BUFFERS,
@@ -88,7 +89,7 @@ class ByHand:
 
     def open(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
-        self._parameters, self.is_open = [], True
+        self._parameters, self.is_open, self._reporter.compiles = [], True, compiles()
         self.add(parameters)
 
     def add(self, parameters: Iterable[Parameter]) -> None:

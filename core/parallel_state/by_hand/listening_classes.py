@@ -33,6 +33,8 @@ class Reporter:
 
     def __init__(self) -> None:
         self.listener: Callable[[], Listener | None] = lambda: None
+        # whether the program compiles anything: only then is it asked, which costs two calls
+        self.compiles = False
         # of parameters and of results
         self.classes: tuple[type[Parameter], type[Tensor]] | None = None
 
@@ -70,7 +72,7 @@ def listening_classes(reporter: Reporter) -> tuple[type[Parameter], type[Tensor]
     def called(
         cls: type, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():
+        if reporter.compiles and torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         caller = sys._getframe(1).f_globals.get("__name__", "")
