@@ -37,7 +37,7 @@ def weights_in_cross_entropy(gradient: Tensor, logits: Tensor) -> Tensor:
     size = of_other.double() - of_label.double()
     is_of_label = gradient.sum(-1, keepdim=True, dtype=torch.float64).abs() <= 1e-2 * size
     # of two classes the gradients are in the ratio of their probabilities
-    ratio = (logits.gather(-1, label) - logits.gather(-1, other)).double().exp()
+    ratio = (logits.gather(-1, label) - logits.gather(-1, other)).double().clamp(max=700).exp()
     weights = of_other.double() * ratio - of_label.double()
     return (weights * is_of_label.all()).squeeze(-1)
 

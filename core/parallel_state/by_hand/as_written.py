@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 # FlexAttention makes all scores of a head where it is not compiled
 _FEW_ROWS = 1024
-# code that is compiled is run as it is written in the first two forwards, and in one of so many
-_PERIOD = 67
+# so many forwards run as they were written
+_FIRST = 2
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -45,13 +45,13 @@ class AsWritten:
         self._takes_any_class = False
 
     def begin(self, count: int, device: torch.device) -> None:
-        """Until `end`, in the first two calls and one of 67, if `device` has the memory. count: of calls, from 1."""
+        """Until `end`, in the first two calls, if `device` has the memory. count: of calls, from 1."""
         if not self._takes_any_class:
             self._takes_any_class = True
             _take_any_class()
         if self._stance is not None or not compiles():
             return
-        if (count > 2 and count % _PERIOD) or not _is_half_free(device):
+        if count > _FIRST or not _is_half_free(device):
             return
         if (now := _change("force_eager")) is None:
             return
