@@ -96,7 +96,7 @@ def check_answered(error: RuntimeError, label: str, group: Group) -> None:
     raise Unanswered(
         f"rank {group.ranks[group.rank]} waited in vain for {names} at {label} (group {group.name}, at most "
         f"{group.timeout.total_seconds():g} s): that rank failed, ended, or runs other modules or another order of "
-        f"them; its own output says why ({said(error)})",
+        f"them (random.random() and numpy draw otherwise on each); its own output says why ({said(error)})",
         others,
     ) from error
 
