@@ -114,6 +114,19 @@ CASES = [
         "all rows by `all_gather`",
     ),
     Case(
+        "`F.multi_margin_loss` of logits",
+        by(lambda p: F.multi_margin_loss(p.logits().flatten(0, 1), p.labels.flatten())),
+    ),
+    Case(
+        "`F.pairwise_distance(logits, 0).mean()`",
+        by(lambda p: F.pairwise_distance(p.logits(), torch.zeros(1)).mean()),
+    ),
+    told(
+        "`F.multi_margin_loss` of the rows that a mask keeps",
+        lambda p: F.multi_margin_loss(p.logits()[p.mask.bool()], p.labels[p.mask.bool()]),
+        HEARD,
+    ),
+    Case(
         "a mask of whole sequences that is cut, over all ranks' tokens, in an autograd.Function",
         by(lambda p: MaskedMean.apply(p.losses(), cut(p, torch.ones(2, S).double()))),
     ),

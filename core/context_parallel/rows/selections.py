@@ -24,7 +24,15 @@ _BY_ELEMENT = [
     "kl_div",
     "binary_cross_entropy",
 ]
-_BY_ELEMENT += ["binary_cross_entropy_with_logits"]
+_BY_ELEMENT += ["binary_cross_entropy_with_logits", "soft_margin_loss", "poisson_nll_loss"]
+_BY_ELEMENT += ["hinge_embedding_loss"]
+# of [..., n], a number for each row
+_BY_ROW = (
+    "multi_margin_loss",
+    "multilabel_margin_loss",
+    "multilabel_soft_margin_loss",
+    "cosine_embedding_loss",
+)
 
 
 def selected(name: str, args: tuple, result: Any) -> Finding | Followed | None:
@@ -89,6 +97,8 @@ def loss_outcome(
     name: str, args: tuple, kwargs: dict[str, Any], result: Any
 ) -> Finding | Followed | float | None:
     """A loss of torch's: by what it divided, or its elements' axes."""
+    if name in _BY_ROW or name == "pairwise_distance":
+        return _loss_of_rows(name, args, kwargs, result)
     if name not in _BY_CLASS and name not in _BY_ELEMENT:
         return None
     x, target = (
@@ -117,3 +127,16 @@ def loss_outcome(
     if weight is not None:
         return float(weight[counted_labels].sum())
     return float(counted_labels.numel())
+
+
+def _loss_of_rows(
+    name: str, args: tuple, kwargs: dict[str, Any], result: Tensor
+) -> Followed | float | None:
+    x = args[0]
+    if not isinstance(x, SplitTensor) or split_axes.is_split(x.axes, [x.dim() - 1]):
+        return None
+    if result.dim() == x.dim() - 1:
+        return [(result, x.axes[:-1])]
+    if name == "pairwise_distance":  # with keepdim
+        return [(result, (*x.axes[:-1], ()))]
+    return 1.0 if kwargs.get("reduction") == "sum" else x.numel() / x.shape[-1]
