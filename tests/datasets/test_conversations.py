@@ -130,7 +130,7 @@ def test_a_chat_whose_template_rewrites_turns_is_a_document_for_each_answer(tmp_
 
 BAD = {
     "no roles": ({"messages": [{"content": "a"}]}, "1 chats whose messages lack a role or a content"),
-    "no answer": ({"messages": TALK[:2]}, "1 chats without an answer of the assistant"),
+    "no answer": ({"messages": TALK[:2]}, "1 chats without an answer of the assistant, whose roles are system, user"),
     "empty": ({"messages": []}, '1 rows without "messages", "conversations" or a "prompt" with its "response"'),
     "number": (
         {"prompt": 1, "response": "b"},

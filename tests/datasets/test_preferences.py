@@ -74,7 +74,7 @@ BAD = {
     ),
     "no answer": (
         {"prompt": TALK[:1], "chosen": TALK[1:2], "rejected": TALK[2:3]},
-        "rows.jsonl:2: chats without an answer of the assistant",
+        "rows.jsonl:2: chats without an answer of the assistant, whose roles are user",
     ),
     "empty": (
         ROW | {"prompt": ""},

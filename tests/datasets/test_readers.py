@@ -264,6 +264,13 @@ def test_parquet_and_saved_datasets(tmp_path):
     assert read(tmp_path) == ([], {"files damaged from some place on": 1})
 
 
+def test_a_table_is_not_learned_as_text_unless_a_glob_says_so(tmp_path):
+    (path := tmp_path / "rows.csv").write_text("text,n\none,1\n")
+    with pytest.raises(ValueError, match=r"rows.csv is a table, whose header .* write its rows as JSON lines"):
+        find_sources([path])
+    assert [source.kind for source in find_sources([path], globs=("*.csv",))[0]] == ["text"]
+
+
 @pytest.mark.full  # the library takes seconds to import
 def test_saved_datasets(tmp_path):
     datasets = pytest.importorskip("datasets")

@@ -264,7 +264,8 @@ class ConversationEncoder:
             ):
                 raise UnusableRowError(_NO_ROLES)
         if not any(message["role"] == "assistant" for message in messages[prompt:]):
-            raise UnusableRowError(_NO_ANSWER)
+            roles = ", ".join(sorted({message["role"] for message in messages[prompt:]})[:4])
+            raise UnusableRowError(f"{_NO_ANSWER}, whose roles are {roles}")
         if self._template is None:
             if self._folder is None:
                 raise ValueError(

@@ -178,6 +178,10 @@ class _SourceSearch:
         return True
 
 
+# of rows and columns, of which nothing says which column is the text
+_TABLES = (".csv", ".tsv")
+
+
 def _source_of_file(
     path: Path, name: str, size: int, globs: Sequence[str], *, named: bool
 ) -> TextSource | None:
@@ -195,6 +199,11 @@ def _source_of_file(
         raise ValueError(
             f"{path} is neither an array of rows ([{{...}}, ...]) nor JSON lines ({{...}}, one a line), and is not "
             "learned as text; write one of them, or the text as .txt"
+        )
+    if named and not matches and suffix in _TABLES:
+        raise ValueError(
+            f"{path} is a table, whose header and separators would be learned as text; write its rows as JSON lines, "
+            "as pandas' read_csv(FILE).to_json('rows.jsonl', orient='records', lines=True) does, or the text as .txt"
         )
     if named or matches or suffix in TEXT:
         return TextSource(path, name, "text", size)
