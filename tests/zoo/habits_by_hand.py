@@ -134,6 +134,8 @@ def kept(side: Side) -> dict[str, Tensor]:
 def kept_read(side: Side) -> dict[str, Tensor]:
     model = side.net()
     held = next(model.parameters()).detach()
+    if not side.ours:
+        held = held.clone()  # as what is told here: it keeps the values of then
     optimizer = side.wrap(model)
     steps(side, model, optimizer, 2)
     return {"held": held.clone(), **side.weights(optimizer, model)}
