@@ -386,3 +386,12 @@ def test_a_spec_may_say_the_norms_of_q_and_k_that_the_configuration_says():
     assert any("q_layernorm" in name for name, _ in model.named_parameters())
     with pytest.raises(ValueError, match="and the configuration says qk_layernorm=False; TransformerConfig"):
         GPTModel(TransformerConfig(**facts), spec, vocab_size=8, max_sequence_length=4)
+
+
+def test_groups_are_scored_as_megatron_scores_them():
+    facts = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "num_moe_experts": 8}
+    facts |= {"moe_router_num_groups": 4, "moe_router_group_topk": 2, "add_bias_linear": False}
+    for top_k, counted in ((2, 1), (4, 2), (3, 1)):
+        assert TransformerConfig(**facts, moe_router_topk=top_k).moe_router_group_score_topk == counted
+    config = TransformerConfig(**facts, moe_router_topk=4, moe_router_group_score_topk=1)
+    assert dataclasses.replace(config).moe_router_group_score_topk == 1

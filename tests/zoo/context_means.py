@@ -1,5 +1,6 @@
 """Means over context ranks' own rows that no function shows: compiled, in torch.func, in a Function of one's own."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
@@ -112,6 +113,24 @@ CASES = [
         "told",
         "sub of .* works across rows",
         "all rows by `all_gather`",
+    ),
+    Case(
+        "REINFORCE, `(losses.sum(1) * advantages).mean()`, an advantage for each sequence",
+        by(lambda p: (p.losses().sum(1) * torch.tensor([1.0, -0.4])).mean()),
+        "told",
+        "divided by numbers only",
+        "`losses.mean(1)`, or times the context ranks",
+    ),
+    Case(
+        "REINFORCE, times the context ranks",
+        by(lambda p: (p.losses().sum(1) * torch.tensor([1.0, -0.4])).mean() * p.ranks),
+    ),
+    Case(
+        "tokens above a percentile of numpy's (Rho-1)",
+        by(lambda p: ((x := p.losses()) * (x.detach() > float(np.percentile(x.detach().numpy(), 60)))).mean()),
+        "told",
+        "Python numbers that differ between context ranks",
+        "a threshold of all rows, by `all_gather`",
     ),
     Case(
         "`F.multi_margin_loss` of logits",

@@ -24,6 +24,8 @@ _ROUNDING = 1e-5
 _WEIGHTS = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv", "matmul", "mv", "dot")
 # of losses; of logits they are a head's
 _PRODUCTS = ("einsum", "tensordot", "inner", "linear", "addcmul", "mm", "bmm")
+# with a threshold: rows that are kept
+COMPARISONS = ("gt", "ge", "lt", "le", "greater", "less", "greater_equal", "less_equal")
 # along the dim that is split, not another of that size: a bias
 _TERMS = ("add", "iadd", "sub", "isub", "rsub", "where", "lerp", "addcmul")
 # here only bool tensors choose rows by their place; numbers of rows are judged where they are used
@@ -57,7 +59,7 @@ class RowFactors:
 
     def note_scalars(self, name: str, args: tuple) -> None:
         """A function of followed rows, or of a loss made of them."""
-        if name in _WEIGHTS:
+        if name in _WEIGHTS or name in COMPARISONS:
             for x in args:
                 if isinstance(x, (int, float)) and not isinstance(x, bool):
                     self._scalars += 1
@@ -107,8 +109,8 @@ def told_of_scalars(scalars: Tensor) -> str:
     if bool((counts != counts[0]).any()) or torch.allclose(sums, sums[:1], rtol=1e-9, atol=0):
         return ""
     return (
-        "losses are multiplied or divided by Python numbers that differ between context ranks, as what is made of "
-        "`loss.item()` of a rank's own rows does"
+        "losses are multiplied by, divided by or compared with Python numbers that differ between context ranks, as "
+        "`loss.item()` and percentiles of a rank's own rows do"
     )
 
 

@@ -99,7 +99,7 @@ class Sums(Follower):
         of_batch = [x for x in call.inputs if is_of_batch(x)]
         inputs = [x for x in call.inputs if not is_of_batch(x)]
         inputs = self._hear_draws(name, self._hear_writes(call, inputs), result)
-        if any(x.requires_grad for x in inputs):
+        if name in factors.COMPARISONS or any(x.requires_grad for x in inputs):
             self._factors.note_scalars(name, args)
         inputs = self._hear_loss(name, inputs, result)
         if not inputs:

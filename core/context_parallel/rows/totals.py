@@ -66,6 +66,9 @@ class Total:
         if tensors:
             is_first = "mul" not in name and self.divisor is None and tensors[0].numel() == 1
             self.divisor = tensors[0].detach().double() if is_first else torch.tensor(torch.nan)
+        # numbers of sequences, as advantages, know nothing of ranks
+        if "mul" in name and tensors and all(x.numel() > 1 for x in tensors):
+            return
         known = rank_counts if "mul" in name else self.own_counts
         if not numbers or any(x in known for x in numbers):
             self.knows_ranks = True

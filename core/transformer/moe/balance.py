@@ -4,7 +4,8 @@ The objective is the sum over tokens of the loss, plus the sum over layers and p
 over the number of tokens. Nothing divides in backward: each rank adds the gradient of its own positions, times what
 the loss was multiplied by, and an optimizer divides by the tokens.
 
-    aux = E sum_e f_e P_e         f_e: the share of rows routed to expert e, P_e: its mean score (arXiv 2101.03961)
+    aux = E sum_e f_e P_e         f_e: the share of rows routed to expert e, P_e: its mean score (arXiv 2101.03961);
+                                  with groups or an expert bias f is of the k largest scores (arXiv 2412.19437, 18)
     z   = logsumexp(logits)^2     (arXiv 2202.08906)
 
 aux is 1 when all experts are used alike (transformers' is k times that). f has no gradient, so P's part of a position
@@ -137,10 +138,13 @@ class Balance:
 
     def _start_counts(self, routing: Routing, sequences: int) -> PendingCollective:
         """Rows per expert: [b, E], or [1, E] of the microbatch. Rows are [s, b], flattened, with k experts each."""
-        positions = routing.experts.shape[0]
-        column = torch.arange(positions, device=routing.experts.device) % sequences
+        experts = routing.experts
+        if not self._router.prefers_by_scores:
+            experts = routing.scores.topk(experts.shape[1], dim=-1, sorted=False).indices
+        positions = experts.shape[0]
+        column = torch.arange(positions, device=experts.device) % sequences
         # a bin for each (sequence, expert), so that one scatter counts all of them
-        cells = (column[:, None] * self._experts + routing.experts).reshape(-1)
+        cells = (column[:, None] * self._experts + experts).reshape(-1)
         counts = torch.zeros(
             sequences * self._experts, dtype=routing.scores.dtype, device=cells.device
         )

@@ -38,7 +38,8 @@ class Router(SpreadModule):
     score function "softmax": the k largest logits, softmax over these (Mixtral, Qwen3-MoE); with pre_softmax over
     all experts, and the k largest probabilities as they are. "sigmoid" (DeepSeek-V3, arXiv 2412.19437): the k largest
     scores, divided by their sum. Both times `moe_router_topk_scaling_factor`; with groups, of the best groups only,
-    by the sum of their `moe_router_group_score_topk` largest scores (DeepSeek-V3: 2; DeepSeek-V2: 1).
+    by the sum of their `moe_router_group_score_topk` largest scores (DeepSeek-V3: 2; DeepSeek-V2: 1; Megatron:
+    moe_router_topk // moe_router_group_topk), of "softmax" without pre_softmax the largest logits.
 
     With `moe_router_enable_expert_bias` experts are chosen by score + `expert_bias` (float32 [E], saved), weights
     are made of scores alone; `end_step` moves it by `moe_router_bias_update_rate` towards experts with fewer rows
@@ -118,7 +119,7 @@ class Router(SpreadModule):
         else:
             logits = F.linear(x.to(dtype), weight.to(dtype))
         scores = logits.sigmoid() if self.sigmoid else logits.softmax(-1)
-        (experts,) = note(lambda: (self._chosen(scores.detach()),))
+        (experts,) = note(lambda: (self._chosen(scores.detach(), logits.detach()),))
         if self.sigmoid:
             weights = scores.gather(1, experts)
             if self.top_k > 1:
@@ -132,13 +133,21 @@ class Router(SpreadModule):
             weights = weights * self.scaling
         return Routing(experts, weights, scores, logits)
 
-    def _chosen(self, scores: Tensor) -> Tensor:
+    @property
+    def prefers_by_scores(self) -> bool:
+        """Whether the experts of a token are those of its k largest scores: no groups, no bias."""
+        return self.expert_bias is None and self.num_groups is None
+
+    def _chosen(self, scores: Tensor, logits: Tensor) -> Tensor:
         """[T, E] -> int64 [T, k]."""
-        # in order of the scores alone: softmax keeps the order of logits
-        if self.expert_bias is None:
+        if self.expert_bias is not None:
+            preference = scores + self.expert_bias
+        elif self.sigmoid or self.pre_softmax or self.num_groups is None:
+            # softmax keeps the order of logits
             preference = scores
         else:
-            preference = scores + self.expert_bias
+            # but not that of sums of some, of groups
+            preference = logits
         if self.num_groups is not None and self.group_topk is not None:
             by_group = preference.unflatten(1, (self.num_groups, -1))
             counted = min(self.group_score_topk, by_group.shape[2])

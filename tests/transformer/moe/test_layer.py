@@ -39,7 +39,9 @@ def auxiliary(routing, sequences, of_sequence, alpha, zeta):
     """The loss of a layer summed over its positions, as the papers have it."""
     experts = routing.scores.shape[1]
     scores = routing.scores.view(-1, sequences, experts)
-    chosen = F.one_hot(routing.experts, experts).sum(1).view(-1, sequences, experts).to(scores.dtype)
+    # of the k largest scores (DeepSeek-V3's 18): with groups others are chosen
+    largest = routing.scores.topk(routing.experts.shape[1], dim=-1).indices
+    chosen = F.one_hot(largest, experts).sum(1).view(-1, sequences, experts).to(scores.dtype)
     total = zeta * routing.logits.logsumexp(-1).square().sum()
     parts = [scores[:, [b]] for b in range(sequences)] if of_sequence else [scores]
     picks = [chosen[:, [b]] for b in range(sequences)] if of_sequence else [chosen]
@@ -105,9 +107,9 @@ def test_a_second_run_that_would_route_otherwise_takes_the_first_ones_choice(mon
     calls = Counter()
     chosen = Router._chosen
 
-    def another_each_time(self, scores):
+    def another_each_time(self, scores, logits):
         calls["router"] += 1
-        return chosen(self, scores if calls["router"] <= 2 else -scores)
+        return chosen(self, scores if calls["router"] <= 2 else -scores, logits)
 
     monkeypatch.setattr(Router, "_chosen", another_each_time)
     assert_same(gradients(model(balancing="sequence"), recompute), want)
@@ -118,7 +120,7 @@ def test_a_second_run_that_would_route_otherwise_takes_the_first_ones_choice(mon
 def test_experts_without_tokens(monkeypatch, choice):
     """All tokens go to the same two experts: the others get zeros, not NaN."""
     monkeypatch.setattr(
-        Router, "_chosen", lambda self, scores: torch.tensor(choice).expand(len(scores), 2).contiguous()
+        Router, "_chosen", lambda self, scores, _: torch.tensor(choice).expand(len(scores), 2).contiguous()
     )
     found = gradients(model(balancing="sequence"))
     for name, gradient in found.items():
@@ -131,9 +133,20 @@ def test_experts_without_tokens(monkeypatch, choice):
 def test_groups_leave_out_the_worst():
     router = model(router="groups").decoder.layers[0].mlp.router
     scores = torch.rand(50, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    experts = router._chosen(scores)
+    experts = router._chosen(scores, scores)
     best = scores.view(50, 2, 2).sum(-1).argmax(-1)
     assert (experts // 2 == best[:, None]).all()
+
+
+def test_groups_of_a_softmax_over_the_chosen_are_those_of_logits():
+    """As Megatron's; sums of softmax scores would choose others. Balance counts the k largest scores."""
+    router = model(router="groups").decoder.layers[0].mlp.router
+    router.sigmoid = router.pre_softmax = False
+    logits = 3 * torch.randn(500, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    experts = router._chosen(logits.softmax(-1), logits)
+    assert (experts // 2 == logits.view(500, 2, 2).sum(-1).argmax(-1)[:, None]).all()
+    assert not (experts // 2 == logits.softmax(-1).view(500, 2, 2).sum(-1).argmax(-1)[:, None]).all()
+    assert not router.prefers_by_scores
 
 
 def all_to_alls(recompute):

@@ -107,6 +107,11 @@ class TransformerConfig(ModelConfig):
         ]
         if unknown:
             raise ValueError(_not_here(sorted(unknown)))
+        best = model_fields.get("moe_router_group_topk")
+        if best is not None:
+            # Megatron has no field for it
+            counted = max(1, model_fields.get("moe_router_topk", 2) // best)
+            model_fields.setdefault("moe_router_group_score_topk", counted)
         super().__init__(**model_fields)
         for name, value in runtime_fields.items():
             setattr(self, name, value)

@@ -69,6 +69,8 @@ _ANSWERS = {
     "moe_layer_recompute": "give training.recompute=layer; in a program apply_recompute(model, ['mlp'])",
     "moe_use_upcycling": "not here: a program makes the experts' weights of a dense checkpoint's",
     "overlap_moe_expert_parallel_comm": "not here; leave it out",
+    "moe_router_group_topk": "give model.moe_router_group_topk, and as model.moe_router_group_score_topk Megatron's "
+    "moe_router_topk // moe_router_group_topk (here 2, DeepSeek-V3's)",
     "moe_router_topk_limited_devices": "give model.moe_router_num_groups and model.moe_router_group_topk",
     "recompute_modules": "give training.recompute=selective; in a program apply_recompute(model, ['mlp'])",
     "cpu_offloading_num_layers": "give training.offload_activations, a share of each stage's layers, as 0.5",
