@@ -61,9 +61,7 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
 
 
 def overwritten(weight: Tensor, version: int) -> RuntimeError:
-    """To be raised where `weight._version > version`, that of the forward; autograd does so for what it saves.
-
-    A smaller one is that of another tensor, on which a compiled forward was traced.
+    """To be raised where `weight._version != version`, that of the forward; autograd does so for what it saves.
 
     The comparison stands at each place: it is made for every linear of a step, without a call.
     """

@@ -175,7 +175,7 @@ class _GroupedLinear(torch.autograd.Function):
         dx = None
         dw = None
         if ctx.needs_input_grad[0]:
-            if weight._version > ctx.version:
+            if weight._version != ctx.version:
                 raise overwritten(weight, ctx.version)
             matrices = weight.flatten(1, -2).to(gy.dtype)
             if fp8 is None:

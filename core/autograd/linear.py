@@ -111,7 +111,7 @@ class _DeferredLinear(torch.autograd.Function):
                 # x was kept as a shard: it is gathered again beside dx
                 pending_x = comm.restart_before_forward(x)
         if wants_dx:
-            if weight._version > ctx.version:
+            if weight._version != ctx.version:
                 raise overwritten(weight, ctx.version)
             matrix = matrix_of(weight)
             matrix = matrix if matrix.dtype == gy.dtype else matrix.to(gy.dtype)

@@ -121,7 +121,7 @@ class _HeadLoss(torch.autograd.Function):
         weight = ctx.weight
         comm = ctx.comm
         label_columns = ctx.labels
-        if weight._version > ctx.version:
+        if weight._version != ctx.version:
             raise overwritten(weight, ctx.version)
         operand, logsumexp = ctx.saved_tensors
         wants_dx, wants_dw = ctx.needs_input_grad[:2]

@@ -82,7 +82,7 @@ class AsWritten:
             now.__exit__(None, None, None)
 
     def __del__(self) -> None:
-        if sys is not None and not sys.is_finalizing():
+        if not sys.is_finalizing():
             self.end()
 
 
