@@ -60,6 +60,14 @@ class Job:
         for rank in ranks:
             os.kill(self.processes[rank].pid, signal.SIGKILL)
 
+    def stop_when(self, holds, rank=0):
+        """Stops a rank at a moment at which that holds, however fast the machine is."""
+        pid, end = self.processes[rank].pid, time.monotonic() + WAIT_S
+        while stop(pid) or not holds():
+            assert self.listen(rank) and not self.told[rank]["raised"] and time.monotonic() < end, self.told[rank]
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.0005)
+
     def ended(self, timeout_s=WAIT_S):
         """All have, by themselves or not; what they told is heard to the end. How long that took."""
         begin = time.monotonic()
@@ -96,9 +104,19 @@ def job(victim, world, folder, **arguments):
 def alive(pid):
     """A program that has ended may still be listed until its new parent looks."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return status(pid) != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def status(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def stop(pid):
+    os.kill(pid, signal.SIGSTOP)
+    while status(pid) not in "TZ":
+        pass
 
 
 def gone(pids):
@@ -227,7 +245,10 @@ def test_killed_while_removing_old_steps(tmp_path, single):
     for number, dice in rounds("retention", 5):
         with job(victims.retaining, 1, tmp_path / str(number)) as victim:
             victim.until("retains", 4 * (1 + number % 2))
-            time.sleep(dice.uniform(0.002, 0.02))
+            if number:
+                time.sleep(dice.uniform(0.002, 0.02))
+            else:
+                victim.stop_when(lambda: ".trash" in leftovers(victim.root))
             victim.kill(0)
             victim.ended()
             found |= leftovers(victim.root)
