@@ -10,14 +10,15 @@ cut once more, into `ulysses` consecutive parts.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from core.parallel_state.by_hand.batches import batch_is_cut
+from core.parallel_state.by_hand.batches import batch_is_cut, rows_are_cut
+from core.parallel_state.collectives import Group
 
 if TYPE_CHECKING:
     from core.parallel_state.state import ParallelState
@@ -41,11 +42,14 @@ class ContextRows:
     size: int = 1
     rank: int = 0
     ulysses: int = 1
+    # the context ranks, where they are known
+    group: Group | None = field(default=None, repr=False, compare=False)
 
     @classmethod
     def of_state(cls, ps: "ParallelState") -> "ContextRows":
         """Which rows the rank of `ps` holds."""
-        return cls(ps.config.context, ps.coordinate["cp"], ps.config.ulysses_ranks)
+        size, rank = ps.config.context, ps.coordinate["cp"]
+        return cls(size, rank, ps.config.ulysses_ranks, ps.group("cp"))
 
     @cached_property
     def ring(self) -> int:
@@ -75,7 +79,17 @@ class ContextRows:
         return runs
 
     def of(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's rows of a tensor of whole sequences along `dim`, contiguous: Megatron's losses `view(-1)`."""
+        """This rank's rows of a tensor of whole sequences along `dim`, contiguous: Megatron's losses `view(-1)`.
+
+        What a program makes of [b, s] is followed like a batch of `context_batch`.
+        """
+        rows = self.cut(tensor, dim)
+        if rows is not tensor and rows.dim() == 2 and dim in (1, -1):
+            rows_are_cut(self.group, rows)
+        return rows
+
+    def cut(self, tensor: Tensor, dim: int) -> Tensor:
+        """`of`, where nobody makes anything else of the rows."""
         if self.size == 1:
             return tensor
         parts = [tensor.narrow(dim, run.start, len(run)) for run in self.runs(tensor.shape[dim])]
@@ -131,7 +145,7 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
     local_batch = {}
     for name, value in batch.items():
         if name in _PER_TOKEN:
-            local_batch[name] = rows.of(value, 1)
+            local_batch[name] = rows.cut(value, 1)
         else:
             local_batch[name] = value
     if local_batch.get("position_ids") is None:

@@ -3,11 +3,12 @@
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from core.autograd.graph import nodes_behind
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.collectives.checks import fingerprint
 from core.parallel_state.collectives.groups import ranks_of_sum
@@ -15,6 +16,16 @@ from core.parallel_state.collectives.groups import ranks_of_sum
 BATCH = "the batch"
 # gradients over one group, in its first backwards
 _COMPARED = 64
+
+
+def has_full_memory(parameter: Tensor) -> bool:
+    """Whether it is no other kind of tensor (FSDP2's), and its memory is there (ZeRO-3 frees it)."""
+    plain = type(parameter).__torch_dispatch__ is Parameter.__torch_dispatch__
+    # asking must not gather it
+    with torch._C.DisableTorchFunctionSubclass():
+        return (
+            plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
+        )
 
 
 def _layout_of_parts(shape: Sequence[int], ranks: int) -> str:
@@ -94,17 +105,10 @@ def follow_sums(output: Tensor, group: Group) -> None:
     say; the sum of a row linear by hand goes on alike on all ranks, and its gradient is then as often too large. One
     small all-gather for each such sum.
     """
-    nodes: list[Any] = [output.grad_fn]
-    seen = set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind([output.grad_fn]):
         name = node.name()  # of most nodes no more: there are thousands
         if ("AllReduce" in name or "all_reduce" in name) and ranks_of_sum(node) == group.ranks:
             node.register_prehook(partial(_compare_summed, group))
-        nodes += [before for before, _ in node.next_functions]
 
 
 @torch.no_grad()

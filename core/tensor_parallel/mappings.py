@@ -18,6 +18,7 @@ from core.parallel_state import Layout, ParallelState, current_state, layout_of
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout, true_part
 from core.tensor_parallel.differences import compare_gradients
+from core.tensor_parallel.reduced_by_hand import ReducedByHand
 
 
 def sequence_shard(x: Tensor, group: Group) -> Tensor:
@@ -221,6 +222,9 @@ def reduce_from_tensor_region(x: Tensor, group: Group | None) -> Tensor:
     """All-reduce over `group` forward; identity backward. Shape unchanged."""
     if group is None:
         return x
+    if group.reduced_by_hand is None:
+        group.reduced_by_hand = ReducedByHand(group)
+    group.reduced_by_hand.meet(x)
     return _Reduce.apply(x, group)
 
 

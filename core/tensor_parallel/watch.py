@@ -22,7 +22,7 @@ from core.parallel_state.collectives.checks import checksum, fingerprint
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
-from core.tensor_parallel.differences import BATCH, difference_message, follow_sums
+from core.tensor_parallel.differences import BATCH, difference_message, follow_sums, has_full_memory
 from core.tensor_parallel.hooked_gradients import HookedGradients
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
 from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
@@ -45,16 +45,6 @@ _USED_IN_ROWS = (
     ". A parameter that it uses and the model does not hold gets the gradient of this part only: register it in the "
     "model, or pass it through core.tensor_parallel.sum_gradient"
 )
-
-
-def _has_full_memory(parameter: Tensor) -> bool:
-    """Whether it is no other kind of tensor (FSDP2's), and its memory is there (ZeRO-3 frees it)."""
-    plain = type(parameter).__torch_dispatch__ is Parameter.__torch_dispatch__
-    # asking must not gather it
-    with torch._C.DisableTorchFunctionSubclass():
-        return (
-            plain and parameter.untyped_storage().nbytes() >= parameter.numel() * parameter.itemsize
-        )
 
 
 class SplitWatch:
@@ -246,7 +236,7 @@ class SplitWatch:
 
     def _compare(self, group: Group, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         named = list(module.named_parameters())
-        if not all(_has_full_memory(p) for _, p in named):
+        if not all(has_full_memory(p) for _, p in named):
             return
         _refuse_different_counts(
             torch.tensor([[len(named), len(inputs)]], device=named[0][1].device), group
@@ -378,7 +368,7 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
 def _compare_experts(group: Group, module: nn.Module) -> None:
     """Raise ValueError, on every rank: all hold the same experts, one rank's, where each has its own."""
     experts = [p for p in module.parameters() if "ep" in layout_of(p).split]
-    if not experts or not all(_has_full_memory(p) for p in experts):
+    if not experts or not all(has_full_memory(p) for p in experts):
         return
     gathered = all_gather(torch.stack([checksum(p) for p in experts])[None], group).cpu()
     if gathered[0].any() and (gathered == gathered[0]).all():

@@ -12,7 +12,7 @@ from tests.models.gpt import VOCAB, gpt
 from tests.parity.whole import whole_parameters
 from tests.states import state
 from tests.zoo.case import Case, Family, compared
-from tests.zoo.context_losses import LAYOUTS, LR, STEPS, S, batch, by, by_number, cut
+from tests.zoo.context_losses import LAYOUTS, LR, STEPS, S, advantages, batch, by, by_number, cut
 
 
 def summed_over_ranks(program, n):
@@ -266,7 +266,29 @@ def with_positions(of_positions):
     return lambda p: p.model(p.rows["tokens"], of_positions(p.rows["position_ids"]), labels=p.labels).mean()
 
 
+CUT_WEIGHTS = {
+    "softmax": lambda a: torch.softmax(a.flatten(), 0).view_as(a) * a.numel(),
+    "layer_norm": lambda a: F.layer_norm(a, a.shape),
+    "a row centred": lambda a: a - a.mean(1, keepdim=True),
+    "a threshold": lambda a: (a.std(1, keepdim=True) > 0.9).double(),
+}
+
+
 CASES = [
+    *[
+        Case(
+            f"{what} of advantages that were cut",
+            by(lambda p, weigh=weigh: (p.losses() * weigh(cut(p, advantages(p)))).mean()),
+            "told",
+            "of a batch's rows which are this context rank's",
+            "`ContextRows.of_state(ps).of(weights, 1)` of what was made of whole sequences",
+        )
+        for what, weigh in CUT_WEIGHTS.items()
+    ],
+    Case(
+        "advantages that are cut, clipped and masked by row",
+        by(lambda p: (p.losses() * cut(p, advantages(p)).clamp(-1, 1).mul(2).tanh().abs()).mean()),
+    ),
     summed(
         "a mean's square in every third step",
         in_the_third(lambda p: p.losses().mean() ** 2),

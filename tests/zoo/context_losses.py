@@ -379,7 +379,7 @@ CASES = [
         "advantages whitened by a rank's own rows",
         by(lambda p: (p.losses() * whitened(cut(p, advantages(p)))).mean()),
         "told",
-        "numbers of mean 0 on each of 2 context ranks",
+        "of a batch's rows which are this context rank's",
         "`ContextRows.of_state(ps).of(advantages, 1)`",
     ),
     Case(

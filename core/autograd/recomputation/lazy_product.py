@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from core.autograd.recomputation.first_outputs import magnitudes
+
 aten = torch.ops.aten
 _VIEWS = {
     aten.view,
@@ -52,12 +54,16 @@ class RegionLinears:
         # of the first run's latest product
         self._shape: tuple[Any, Any, torch.dtype, torch.device] | None = None
         self._lazy_products: list[weakref.ref[LazyProduct]] = []
+        # whether both runs are compared, and of what the last product was made: it may have no value
+        self.is_compared = False
+        self.operands: list[Tensor | None] = []
 
     def begin_second_run(self) -> None:
         """The second run starts; a graph that is retained may start it several times."""
         self.in_second_run = True
         self.was_computed = False
         self._counts[1] = 0
+        self.operands = []
         self._lazy_products = []
 
     def multiply(
@@ -68,6 +74,8 @@ class RegionLinears:
     ) -> Tensor:
         """The product of `operands`, or a `LazyProduct`. collective: ranks compute it together."""
         self._counts[self.in_second_run] += 1
+        if self.is_compared:
+            self.operands = magnitudes(operands)
         # as many as the first run had: this is the last one
         if self.in_second_run and self._shape is not None and self._counts[0] == self._counts[1]:
             shape, stride, dtype, device = self._shape

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from core.autograd.proxy import LinearProxy
+from core.autograd.recomputation.first_outputs import SameOutputs
 from core.autograd.recomputation.module_state import ModuleState
 
 _MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
@@ -163,6 +164,7 @@ class RegionHistory:
         self.state = ModuleState(None)
         self.leaks_tensors: bool | None = None
         self.may_leak = False
+        self.same_outputs = SameOutputs()
         self.computed: list[tuple[nn.Module, str, Any]] = []
         self._source_trained: list[bool] = []
         self._output_wants_grad: list[bool] = []
@@ -172,11 +174,21 @@ class RegionHistory:
     @property
     def first_run_facts(self) -> tuple:
         """What the first run showed."""
-        return self.leaks_tensors, self._source_trained, self._output_wants_grad
+        return (
+            self.leaks_tensors,
+            self._source_trained,
+            self._output_wants_grad,
+            self.same_outputs,
+        )
 
     @first_run_facts.setter
     def first_run_facts(self, facts: tuple) -> None:
-        self.leaks_tensors, self._source_trained, self._output_wants_grad = facts
+        (
+            self.leaks_tensors,
+            self._source_trained,
+            self._output_wants_grad,
+            self.same_outputs,
+        ) = facts
 
     def note_outputs(self, results: Any, sources: Sequence[Tensor]) -> None:
         """After the first run: which of its results want a gradient, where these sources are trained."""

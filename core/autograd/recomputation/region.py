@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
+from core.autograd.graph import nodes_behind
 from core.autograd.recomputation.leaving import (
     LeakWatch,
     RegionHistory,
@@ -37,17 +38,12 @@ def _unnamed_parameter(
     """A parameter that the region reads and nobody named: it would silently get no gradient."""
     named = {id(t) for t in sources}
     # behind a computed source its own graph continues
-    seen = {t.grad_fn for t in sources}
-    to_visit = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in ends]
-    while to_visit:
-        node = to_visit.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    ours = {t.grad_fn for t in sources}
+    starts = [out.node if isinstance(out, GradientEdge) else out.grad_fn for out in ends]
+    for node in nodes_behind(starts, ours.__contains__):
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and id(leaf) not in named:
             return leaf
-        to_visit.extend(next_node for next_node, _ in node.next_functions)
     return None
 
 

@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from core.autograd.bag import StageContext
+from core.autograd.recomputation.first_outputs import magnitudes
 from core.autograd.recomputation.lazy_product import LazyProduct, RegionLinears, linears_of_region
 from core.autograd.recomputation.leaving import (
     RegionHistory,
@@ -91,6 +92,8 @@ class Region:
         self.wants_no_gradient: list[bool] = []
         self.out_spec: Any = None
         self.output_is_tensor: list[bool] = []
+        # of the first few calls, their magnitudes
+        self.first_outputs: list[Tensor | None] = []
         self.out_constants: list = []
 
     def remember(self, parameters: Sequence[Tensor]) -> None:
@@ -123,6 +126,7 @@ class Region:
         """The first run, without grad mode; returns the tensors among the outputs and remembers the others."""
         versions = [t._version for t in tensors]
         self.state_before = self.history.state.before()
+        self.linears.is_compared = self.history.same_outputs.is_turn()
         token = linears_of_region.set(self.linears)
         try:
             with self.notes.first_run():
@@ -137,7 +141,10 @@ class Region:
             )
         self.output_is_tensor = [is_tensor(out) for out in outputs]
         self.out_constants = [None if is_tensor(out) else out for out in outputs]
-        return [out for out in outputs if is_tensor(out)]
+        tensors = [out for out in outputs if is_tensor(out)]
+        if self.linears.is_compared:
+            self.first_outputs = magnitudes(tensors) + self.linears.operands
+        return tensors
 
     def call_second(
         self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]
@@ -166,6 +173,11 @@ class Region:
                 out for out in self.autocast.rerun(lambda: self.call(tensors)) if is_tensor(out)
             ]
         _check_constant(outputs, self.wants_no_gradient)
+        if self.linears.is_compared:
+            owner = getattr(self.fn, "__self__", self.fn)
+            name = getattr(owner, "__name__", type(owner).__name__)
+            second = magnitudes(outputs) + self.linears.operands
+            self.history.same_outputs.compare(self.first_outputs, second, name)
         return outputs
 
     @contextmanager

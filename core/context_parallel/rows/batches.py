@@ -74,8 +74,12 @@ class BatchRows(Follower):
         if self._ahead == 1:
             self.factors = RowFactors(next(iter(batch.values())).device)
         for x in batch.values():
-            if type(x) is Tensor and x.dim() == 2 and not x.requires_grad:
-                self.mark(x, (*split_axes.plain(x.shape[:1]), ((x.shape[1], True),)))
+            self.add(x)
+
+    def add(self, x: Any) -> None:
+        """Follow [b, s/cp] that was cut for a batch."""
+        if type(x) is Tensor and x.dim() == 2 and not x.requires_grad and self._ahead <= _AHEAD:
+            self.mark(x, (*split_axes.plain(x.shape[:1]), ((x.shape[1], True),)))
 
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
         """Of a model that is followed: what is made across rows must not be its input."""

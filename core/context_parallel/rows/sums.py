@@ -117,6 +117,11 @@ class RowSums:
             self._as_written.begin(count, device)
             self.batch.begin(batch)
 
+    def follow_rows(self, rows: Tensor) -> None:
+        """Of rows that were cut for that batch, or for the losses of the forward before."""
+        if not self.told and is_turn(max(self._forwards_inside, 1)):
+            self.batch.add(rows)
+
     def backward_ended(self) -> None:
         """Of a followed output: if the next forward is none of those, its batch costs nothing."""
         self._as_written.end()

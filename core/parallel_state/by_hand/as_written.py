@@ -28,10 +28,11 @@ def run_as_written(module: nn.Module, inputs: Sequence[Tensor], until: ExitStack
         return True
     flex = "torch.nn.attention.flex_attention" in sys.modules
     is_long = flex and any(n > _FEW_ROWS for x in inputs for n in x.shape)
-    if is_long or not _is_half_free(next(module.parameters()).device):
-        return not is_compiled(module)
-    until.enter_context(torch.compiler.set_stance("force_eager"))
-    return True
+    as_written = AsWritten()
+    if not is_long:
+        as_written.begin(1, next(module.parameters()).device)
+        until.callback(as_written.end)
+    return as_written.is_eager or not is_compiled(module)
 
 
 class AsWritten:
@@ -43,6 +44,11 @@ class AsWritten:
     def __init__(self) -> None:
         self._stance: Any = None
         self._takes_any_class = False
+
+    @property
+    def is_eager(self) -> bool:
+        """Whether nothing is compiled now."""
+        return self._stance is not None
 
     def begin(self, count: int, device: torch.device) -> None:
         """Until `end`, in the first two calls, if `device` has the memory. count: of calls, from 1."""

@@ -21,6 +21,10 @@ class FollowsBatches(Protocol):
         """A batch was cut; a forward may follow."""
         ...
 
+    def follow_rows(self, rows: Tensor) -> None:
+        """Something else [b, s] was cut."""
+        ...
+
 
 # of the model that was made last over these ranks: one tells
 _FOLLOWERS: "weakref.WeakKeyDictionary[Group, weakref.ref[FollowsBatches]]" = (
@@ -33,12 +37,21 @@ def follow_batches(group: Group, follower: FollowsBatches) -> None:
     _FOLLOWERS[group] = weakref.ref(follower)
 
 
+def _follower(group: Group | None) -> FollowsBatches | None:
+    reference = _FOLLOWERS.get(group) if group is not None else None
+    return reference() if reference is not None else None
+
+
 def batch_is_cut(group: Group | None, batch: Mapping[str, Any]) -> None:
     """`batch` has the rows of this rank of `group`."""
-    reference = _FOLLOWERS.get(group) if group is not None else None
-    follower = reference() if reference is not None else None
-    if follower is not None:
+    if (follower := _follower(group)) is not None:
         follower.follow_batch(batch)
+
+
+def rows_are_cut(group: Group | None, rows: Tensor) -> None:
+    """`rows` [b, s/cp] are this rank's of something that belongs to a batch: advantages, weights, masks."""
+    if (follower := _follower(group)) is not None:
+        follower.follow_rows(rows)
 
 
 def followed_as(whole: Any, part: Tensor) -> Tensor:

@@ -56,5 +56,7 @@ class MicrobatchState:
     input_versions: list[int] = field(default_factory=list)
     # buffers and attributes before F
     modules_before: StateBefore = field(default_factory=StateBefore)
+    # magnitudes of F's outputs, the first few times that R follows
+    first_outputs: list[Tensor | None] = field(default_factory=list)
     notes: Notes | None = None  # what F noted for R
     writable_copy: Any = None  # of (received, microbatch), for an F that may write into them

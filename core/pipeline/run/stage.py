@@ -13,17 +13,13 @@ from torch.utils import _pytree as pytree
 from core.autograd import NullGradSync, StageContext, WeightGradBag, apply_recompute, reroute
 from core.autograd.linear import make_compilable
 from core.autograd.proxy import has_compiled_code
+from core.autograd.recomputation.first_outputs import SameOutputs, magnitudes
 from core.autograd.recomputation.module_state import ModuleState, StateBefore
 from core.autograd.recomputation.notes import Notes
 from core.autograd.recomputation.policy import check_keeps
 from core.parallel_state.random import generators_of
 from core.pipeline.run.backward import stage_backward_input, stage_backward_weight
-from core.pipeline.run.messages.boundary import (
-    check_leaf,
-    flatten,
-    graphless_view,
-    tree_map,
-)
+from core.pipeline.run.messages.boundary import check_leaf, flatten, graphless_view, tree_map
 from core.pipeline.run.microbatch import MicrobatchState, StepContext
 from core.pipeline.run.shared_memory import InputWrites, NewGradients, write_counts
 from core.pipeline.run.step import (
@@ -108,6 +104,7 @@ class Stage:
         # (module id, attribute) whose tensor wants a gradient
         self._grad_attributes: set[tuple[int, str]] = set()
         self._input_writes = InputWrites()
+        self._same_outputs = SameOutputs()
         self._new_gradients = NewGradients([])
         # before layers are compiled, not by a graph break in their first call
         for parameter in self.parameters:
@@ -286,6 +283,11 @@ class Stage:
                 output = call_stage(self.module, batch, self._forward_arguments)
             else:
                 output = call_next_stage(self.module, received, batch, self._forward_arguments)
+            if will_recompute and self._same_outputs.is_turn():
+                state.first_outputs = magnitudes(output)
+            elif state.first_outputs:
+                name = f"stage {self.index}"
+                self._same_outputs.compare(state.first_outputs, magnitudes(output), name)
             if self.last and step.loss_fn is not None and not will_recompute:
                 output = call_loss_fn(step.loss_fn, output, batch)
         # a module that stands in two stages must not defer into this microbatch's bag

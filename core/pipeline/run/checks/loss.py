@@ -1,7 +1,7 @@
 """What `loss_fn` reads beside its arguments: weights, activations of modules, parameters of nobody's."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from core.autograd.graph import nodes_behind
 from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.plain_loop import parameters_of
@@ -56,7 +57,7 @@ class LossWatch:
         loss = result[0] if isinstance(result, tuple) and result else None
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
             return result
-        nodes = list(_nodes_between(loss, ends))
+        nodes = list(nodes_behind([loss.grad_fn], ends.__contains__))
         own_ids = {id(parameter) for parameter in parameters_of(self._modules)}
         leaves = [node.variable for node in nodes if hasattr(node, "variable")]
         shapes = [
@@ -102,16 +103,3 @@ def _now() -> int:
         node = (torch.zeros((), requires_grad=True) + 0).grad_fn
     assert node is not None
     return node._sequence_nr()
-
-
-def _nodes_between(loss: Tensor, ends: set[Any]) -> Iterator[Any]:
-    """The nodes of a loss's graph, leaves too, down to where the outputs enter it that it was made of."""
-    seen = set(ends)
-    waiting: list[Any] = [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
-        yield node

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from core.autograd.graph import nodes_behind
 from core.parallel_state import ParallelState
 
 
@@ -82,14 +83,9 @@ def _is_scaled(node: Any) -> bool:
 
 def _own_functions(output: Any) -> Iterator[Any]:
     """Nodes of a program's own functions in the graph of what a module returned."""
-    waiting = [x.grad_fn for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        waiting += [following for following, _ in node.next_functions]
+    for node in nodes_behind(
+        x.grad_fn for x in pytree.tree_leaves(output) if isinstance(x, Tensor)
+    ):
         own = getattr(node, "_forward_cls", None)
         if own is not None and not own.__module__.startswith(("core.", "torch.")):
             yield node
