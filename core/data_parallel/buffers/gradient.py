@@ -269,6 +269,8 @@ class BucketGradient(Tensor):
             return cls(ours[0].slot)
         if func is aten.detach_.default:
             return args[0]
+        if func in ZEROES and (listener := ours[0].slot.listener) is not None:
+            listener(func, None, (args, kwargs))
         if func in ZEROES and all([leaf.slot.zero() for leaf in ours]):
             if func is aten._foreach_zero_.default:
                 return None

@@ -22,14 +22,15 @@ _SCALINGS = {
     "foreach_div",
 }
 _CLAMPS = {"clamp", "clip", "clamp_min", "clamp_max", "foreach_clamp_min", "foreach_clamp_max"}
+_COMPARISONS = {"lt", "gt", "le", "ge"}
 _ADDITIONS = {"add", "sub", "iadd", "isub", "foreach_add", "foreach_sub"}
 
 
 @dataclass(frozen=True)
 class Change:
-    """kind: "scaled" by numbers, "clamped", "added" to, or "applied": added to the parameter itself.
+    """kind: "scaled" by numbers, "clamped", "added" to, "applied": added to the parameter itself; or "compared".
 
-    factor: of a scaling or an update, where that is known without waiting for a device.
+    factor: of a scaling or an update, where that is known without waiting for a device; with what it is compared.
     """
 
     kind: str
@@ -57,6 +58,10 @@ def change_of_gradient(
         return Change("clamped")
     if name in _SCALINGS and all(map(_is_number, values[1:])):
         return Change("scaled", _factor_of(name, values[1:]))
+    if name == "zero":
+        return Change("scaled", 0.0)
+    if name in _COMPARISONS and isinstance(values[-1], float):
+        return Change("compared", values[-1])
     if name not in _ADDITIONS:
         return None
     if not is_first and _is_of(gradients[0], values):

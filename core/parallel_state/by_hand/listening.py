@@ -353,7 +353,7 @@ class ByHand:
                 self._hear(combined)
         is_count = kind == "shape" and type(result) is int and name in ("numel", "nelement")
         # not of `float(...)`: Python makes a plain number of whatever it is given back
-        if is_count or (source.reduced and name == "item"):
+        if is_count or (source.reduced and name == "item" and type(result) is not bool):
             combined = replace(source, kind="combined", name=source.reduced or name)
             return of_parameter(result, source.parameter, partial(self._hear, combined))
         if kind != "reduction" or source.joined:

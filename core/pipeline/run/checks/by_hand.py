@@ -1,6 +1,7 @@
 """What a loop written for one process does by hand between a pipeline's steps: arithmetic with the weights and
 gradients of one rank's stages, updates of some ranks' weights only."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Protocol
@@ -35,6 +36,7 @@ class StageArithmetic:
         # of parameters whose gradients were reduced
         self._reduced_ids: set[int] = set()
         self._warned_of: set[str] = set()
+        self._numbers = StageNumbers()
         self._by_hand = ByHand(self._hear, gradients=True, numbers=True)
 
     def open(self, *, look_again: bool = False) -> None:
@@ -48,8 +50,19 @@ class StageArithmetic:
         """A call of the pipeline begins: what it does with parameters is not by hand."""
         self._by_hand.close()
 
+    @property
+    def has_told_of_gradients(self) -> bool:
+        """Whether a norm by hand, of which such a number comes mostly, was told."""
+        return "gradients" in self._warned_of
+
+    def take_numbers(self, device: torch.device) -> Tensor:
+        """What `StageNumbers.take` gives."""
+        count = sum(p.grad is not None for p in self._parameters)
+        return self._numbers.take(count, device)
+
     def _hear(self, heard: Heard) -> None:
         self._sums.hear(heard)
+        self._numbers.hear(heard)
         is_reduction = heard.kind == "reduction"
         if heard.sees_only_shard:
             self._warn_once("a shard", heard.message(*self._modules))
@@ -79,6 +92,40 @@ class StageArithmetic:
         if kind not in self._warned_of:
             self._warned_of.add(kind)
             warnings.warn(message, stacklevel=5)
+
+
+class StageNumbers:
+    """Python numbers by which a program scales this rank's gradients, or with which it compares them.
+
+    A norm or a quantile by numpy or lists leaves no other trace; of one rank's stages it is another on each rank.
+    """
+
+    def __init__(self) -> None:
+        # by parameter, in this step
+        self._factors: dict[int, float] = {}
+        self._thresholds: set[float] = set()
+
+    def hear(self, heard: Heard) -> None:
+        """What is done with a gradient."""
+        if heard.kind == "scaled" and heard.factor is not None:
+            key = 0 if heard.joined else id(heard.parameter)
+            self._factors[key] = self._factors.get(key, 1.0) * heard.factor
+        elif heard.kind == "compared" and heard.factor is not None:
+            self._thresholds.add(heard.factor)
+
+    def take(self, count: int, device: torch.device) -> Tensor:
+        """float64 [2]: the factor of all gradients, the only threshold; NaN where there is none. Then it forgets.
+
+        count: how many parameters have gradients.
+        """
+        factors, thresholds = set(self._factors.values()), self._thresholds
+        # the others' is 1, but of a list the first stands for all
+        if 0 not in self._factors and len(self._factors) < count:
+            factors.add(1.0)
+        self._factors, self._thresholds = {}, set()
+        one_of_each = [*factors] if len(factors) == 1 else [math.nan]
+        one_of_each += [*thresholds] if len(thresholds) == 1 else [math.nan]
+        return torch.tensor(one_of_each, dtype=torch.float64, device=device)
 
 
 class SkippedUpdateWatch:

@@ -165,7 +165,10 @@ class PlainLoopWatch:
         self._modules = modules
         self._scales = ScaleWatch(ps, modules) if owns_updates else None
         self.updates = SkippedUpdateWatch(ps, modules) if owns_updates else None
+        self._ps = ps
         self._arithmetic = StageArithmetic(modules, sums)
+        self._steps = 0
+        self._told_of_numbers = False
         self._arithmetic.open()
         self._stages = ps.size("pp")
         before_optimizer_steps(self._refuse_lbfgs)
@@ -187,8 +190,32 @@ class PlainLoopWatch:
 
     def after_step(self) -> None:
         """Raises ValueError, on every rank: gradients were clipped by the norm of one rank's stages."""
+        if is_watched_step(self._steps) and not self._told_of_numbers:
+            self._compare_numbers()
+        self._steps += 1
         is_watched = self._scales is not None and self._scales.after_step()
         self._arithmetic.open(look_again=is_watched)
+
+    def _compare_numbers(self) -> None:
+        """Warn, once, on every rank, of numbers of one rank's gradients by which it changed them."""
+        numbers = all_gather(self._arithmetic.take_numbers(self._ps.device)[None], self._ps.world)
+        for does, of_ranks in zip(("scaled by", "compared with"), numbers.t(), strict=True):
+            # a rank without one number for all of its gradients says nothing
+            known = of_ranks[of_ranks.isfinite()]
+            if known.numel() and known.max() - known.min() > DIFFERENT * known.abs().max():
+                self._told_of_numbers = True
+                if self._arithmetic.has_told_of_gradients:
+                    return
+                warnings.warn(
+                    f"gradients were {does} {known.min().item():.4g} on one pipeline rank and "
+                    f"{known.max().item():.4g} on another before the update of step {self._steps}, as norms, "
+                    "thresholds and tests of one rank's stages are. Take them of all ranks: "
+                    "OptimizerConfig(clip_grad=...), the norm that step() returns, core.optimizer.get_grad_norm, or "
+                    "all_reduce over parallel_state.get_pipeline_model_parallel_group(). Rates of layers belong into "
+                    "parameter groups",
+                    stacklevel=4,
+                )
+                return
 
 
 class BatchWatch:
