@@ -105,6 +105,12 @@ class TorchFace(torch.optim.Optimizer):
             return shard.tensor
         return shown(shard.tensor, self._sums_of_state.telling(kind, name, held, full))
 
+    def _filed(self, shard: "OptimizerShard") -> Tensor:
+        """What `state_dict` gives of it: a file of one rank has this rank's part alone."""
+        state = shard.tensor.detach()
+        is_part = state.numel() < prod(shard.layout.shape)
+        return self._sums_of_state.filed(state) if is_part else state
+
     def _updates_of(self, name: str) -> Tensor:
         """A copy of one parameter's "step", as in torch; a write raises an error: all parameters share a count."""
         updates = self._step.cpu() - self._reached.behind.get(name, 0)  # type: ignore[attr-defined]
@@ -138,7 +144,7 @@ class TorchFace(torch.optim.Optimizer):
         states: dict[str, dict[str, Any]] = {}
         for name, kinds in self.states(own_mains=False).items():
             states[name] = {
-                kind: (shard.tensor.detach(), shard.interval) for kind, shard in kinds.items()
+                kind: (self._filed(shard), shard.interval) for kind, shard in kinds.items()
             }
         param_groups = [dict(group) for group in self.param_groups]
         for group in param_groups:

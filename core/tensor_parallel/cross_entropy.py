@@ -6,15 +6,20 @@ exponentials, and those in backward by the gradient, so nothing else of that siz
 """
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.autograd.gradients import no_second_derivative
+from core.autograd.graph import nodes_behind
 from core.parallel_state.collectives import Group, all_gather, all_reduce
+from core.parallel_state.layout import layout_of
 from core.tensor_parallel.mappings import check_group, outside_graphs
 
+# the linear that makes logits is the last function but for views or a conversion
+_LAST_NODES = 8
 # elements at a time that stay in a core's cache
 _CPU_CHUNK = 1 << 19
 # Elsewhere a pass over 128 MiB of float32 takes some 50 us (4 TB/s), ten times the launch of a kernel; a larger chunk
@@ -205,7 +210,7 @@ def vocab_parallel_cross_entropy(
     """Per-token loss [...] (float32, or float64) of logits [..., v_padded/tp] against labels [...].
 
     `vocab_size`: true columns, all ranks together (those after it are padding: no loss, no gradient); default
-    all.
+    those of the weight that made the logits, else all.
     Labels of `ignore_index` give loss 0 and no gradient. `label_smoothing` is torch.nn.functional's, over
     the true vocabulary. With `inplace` the logits are overwritten (their gradient will be the same memory).
     Backward works once. Collectives over `group`: one all-gather of three
@@ -219,11 +224,23 @@ def vocab_parallel_cross_entropy(
             f"logits {tuple(logits.shape)} need labels {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}"
         )
     if vocab_size is None:
-        vocab_size = logits.shape[-1] * (1 if group is None else group.size)
+        vocab_size = _true_columns(logits, 1 if group is None else group.size)
     buffer = logits
     if not (inplace and logits.is_contiguous()):
         buffer = logits.clone(memory_format=torch.contiguous_format)
     return _loss(buffer, group, labels, vocab_size, label_smoothing, ignore_index)
+
+
+def _true_columns(logits: Tensor, ranks: int) -> int:
+    """All of them, or those of the table with padded rows (`VocabParallelEmbedding`'s, tied) that made them."""
+    columns = logits.shape[-1] * ranks
+    if not torch.compiler.is_compiling():
+        for node in islice(nodes_behind([logits.grad_fn]), _LAST_NODES):
+            table = getattr(node, "variable", None)
+            layout = layout_of(table) if table is not None else None
+            if layout is not None and layout.padding and layout.padded_shape()[0] == columns:
+                return layout.shape[0]
+    return columns
 
 
 @outside_graphs

@@ -57,12 +57,19 @@ class VocabParallelEmbedding(PlacedModule):
         self.weight = place.parameter(
             vocab_layout(vocab_size, hidden_size, place.tp, partial), init
         )
-        # ids below it, or behind this rank's rows, give zeros here; the sum over ranks fills them in
-        self.first = place.rank * self.weight.shape[0]
+        self.rank = place.rank
         self.is_full_table = place.group is None
         self.stage = place.stage
         self.comm = place.row_comm()
         self.place_in(place.own_modules)
+
+    @property
+    def first(self) -> int:
+        """The number of the first row here; of a head's table, which may be tied to this one, other rows are here.
+
+        Ids below it, or behind this rank's rows, give zeros here; the sum over ranks fills them in.
+        """
+        return self.rank * self.weight.shape[0]
 
     def forward(self, ids: Tensor) -> Tensor:
         """[s, b] -> [s, b, h] (see the class)."""

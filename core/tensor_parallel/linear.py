@@ -64,7 +64,7 @@ class ColumnParallelLinear(PlacedModule):
         self.stage = place.stage
         self.fp8 = place.fp8
         self.comm = place.column_comm()
-        self.gather = place.group if gather_output else None
+        self.gathers_output, self.group = gather_output, place.group
         self.split_dim = split_dim
         self.split_output = None if gather_output else split_dim
         self.place_in(place.own_modules)
@@ -79,16 +79,16 @@ class ColumnParallelLinear(PlacedModule):
         y = deferred_linear(x, weight, self.bias, stage=self.stage, comm=self.comm, fp8=self.fp8)
         if self.adapter is not None:
             y = y + self.adapter(x)
-        if self.gather is None:
+        if not self.gathers_output:
             return y
         # Columns of a rank are contiguous only along `split_dim`: gather along it, then flatten again.
         first = y.dim() - 1
         by_dim = y.unflatten(-1, weight.shape[:-1]).movedim(first + self.split_dim, -1)
-        return (
-            gather_from_tensor_region(by_dim, self.gather)
-            .movedim(-1, first + self.split_dim)
-            .flatten(first)
-        )
+        whole = gather_from_tensor_region(by_dim, self.group)
+        # a tied table of `VocabParallelEmbedding`, whose rows are padded
+        if padding := layout_of(weight).padding.get(self.split_dim):
+            whole = whole.narrow(-1, 0, whole.shape[-1] - padding)
+        return whole.movedim(-1, first + self.split_dim).flatten(first)
 
     def extra_repr(self) -> str:
         return f"in={self.weight.shape[-1]}, out={prod(self.weight.shape[:-1])} here, bias={self.bias is not None}"

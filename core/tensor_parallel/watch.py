@@ -340,9 +340,11 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
     if is_replicated is None:
         detached = output.detach()
         if detached.numel() == 0 or (detached == detached.reshape(-1)[0]).all():
-            # parts of a head that begins with zeros are the same, too
-            return
-        values = fingerprint(detached)
+            # parts of a head that begins with zeros, or has padded rows only: no other rank's are like it. A rank
+            # that did not come to the comparison would leave the others waiting
+            values = detached.new_full((2,), 1.0 + group.rank, dtype=torch.float64)
+        else:
+            values = fingerprint(detached)
 
     def hook(gradient: Tensor) -> None:
         nonlocal is_first

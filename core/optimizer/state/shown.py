@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.parallel_state.by_hand.functions import (
     KIND_OF_FUNCTION,
+    called_by_core,
     called_by_program,
     function_name,
 )
@@ -123,6 +124,19 @@ def shown(tensor: Tensor, tell: Callable[[str, str], None]) -> Tensor:
     return shard
 
 
+class FiledShard(ListenedTensor):
+    """This rank's part of a state, which tells where it goes to a file."""
+
+    tell: Callable[[], None]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if not called_by_core(sys._getframe(1)):
+            self.tell()
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
 _REMEDIES = {
     "draw": "What is drawn for a part is not what one process draws for the whole, and ranks that are seeded alike "
     "draw the same for theirs: choose elements by their values, or draw where states are whole, with zero_stage=0 "
@@ -139,6 +153,22 @@ class ShardSums:
 
     def __init__(self) -> None:
         self._warned_of: set[str] = set()
+
+    def filed(self, part: Tensor) -> Tensor:
+        """An alias of a part that tells, once, of the file it is put into."""
+        shard = part.as_subclass(FiledShard)
+        shard.tell = self._tell_of_file
+        return shard
+
+    def _tell_of_file(self) -> None:
+        if "file" not in self._warned_of:
+            self._warned_of.add("file")
+            warnings.warn(
+                "optimizer.state_dict() holds this rank's part of the states: a file that rank 0 alone saves loses "
+                "the others'. Every rank saves a file of its own (and loads it under the same layout), or all "
+                "together one checkpoint: core.dist_checkpointing.save(optimizer.sharded_state_dict(), directory)",
+                stacklevel=3,
+            )
 
     def telling(self, kind: str, name: str, held: int, full: int) -> Callable[[str, str], None]:
         """For one state of one parameter, of which this rank holds `held` of `full` elements."""
