@@ -225,6 +225,11 @@ def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[Sh
     shard.copies.send()
     if shard.zero_stage < 3:
         return dict(module_state_dict(shard.module, shard.ps))
+    # a load writes shards: whole weights of a loan, or left by a forward, would be read and put back over them
+    for buffer in shard.buffers:
+        if not buffer.unsharded:
+            buffer.end_loan()
+            buffer.free()
     mapper = Mapper(shard.ps, named_stacks(shard.module))
     state: dict[str, ShardedTensor | list[ShardedTensor]] = {}
     # trainable parameters: intervals of the flat buffers
