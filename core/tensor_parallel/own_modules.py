@@ -23,6 +23,7 @@ from core.tensor_parallel.looked_at import LookedAt
 from core.tensor_parallel.seen_parts import SplitWeights
 from core.tensor_parallel.split_activations import SplitActivations
 from core.tensor_parallel.watch import SplitWatch
+from core.tensor_parallel.whole_gradients import WholeGradients
 from core.tensor_parallel.whole_matrices import watch_optimizers
 
 # without any of the layers, after which they are no longer looked for
@@ -190,6 +191,7 @@ class _Before:
         if group is not None:
             self.watch = SplitWatch(group, warns_of_hooks=False, after=after)
             self._activations = SplitActivations(group, compares_factors=True)
+            self._gradients = WholeGradients(group)
         self._weights = SplitWeights(group, compares_factors=True) if group is not None else None
         self._looked_at = LookedAt()
         # of the modules inside, and how many the program had when it was last looked
@@ -213,6 +215,7 @@ class _Before:
         device = next(module.parameters()).device
         self._activations.compare_factors(device)
         self._weights.compare_factors(device)
+        self._gradients.before_forward(module)
         self._look_inside(module, _tensors_of((args, kwargs)))
 
     def _look_inside(self, module: nn.Module, inputs: list[Tensor]) -> None:

@@ -272,9 +272,7 @@ class BucketGradient(Tensor):
         if func in ZEROES and (listener := ours[0].slot.listener) is not None:
             listener(func, None, (args, kwargs))
         if func in ZEROES and all([leaf.slot.zero() for leaf in ours]):
-            if func is aten._foreach_zero_.default:
-                return None
-            return args[0]
+            return None if func is aten._foreach_zero_.default else args[0]
         slots = [leaf.slot for leaf in ours]
         if func not in ZEROES and func not in NORMS:
             slots[0].sums.zeroed_by_hand.difference_update(slots)
@@ -290,9 +288,7 @@ class BucketGradient(Tensor):
                 slots[0].listener(func, None, norm_of=len(ours))
             norms = global_norms(slots, args[1] if len(args) > 1 else 2)
             norms = [norm.to(leaf.dtype) for norm, leaf in zip(norms, ours, strict=True)]
-            if func is aten._foreach_norm.Scalar:
-                return norms
-            return norms[0]
+            return norms if func is aten._foreach_norm.Scalar else norms[0]
         if func in SCALES and isinstance(args[1], Tensor):
             warn_of_scaling(slots[0].buffer.ps.size("pp"))
 
