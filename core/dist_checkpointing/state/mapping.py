@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from core.dist_checkpointing.format.arrays import ArrayInfo
+from core.dist_checkpointing.state.left_out import tell_of_own_states
 from core.dist_checkpointing.state.tensors import is_dtensor
 from core.parallel_state import ParallelState
 from core.parallel_state.flat import (
@@ -322,6 +323,7 @@ def sharded_state_dict(
     Stages of one's own in a mapping stage -> module have names of their own; else `save` refuses other values of one
     name on two pipeline ranks.
     """
+    tell_of_own_states(modules)
     stacks = {prefix + name: stack for name, stack in named_stacks(modules).items()}
     mapper = Mapper(ps, stacks)
     tensors = {}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from core.data_parallel import DataParallel
+from core.dist_checkpointing.state.left_out import tell_of_own_states
 from core.dist_checkpointing.state.mapping import Mapper, ShardedObject, ShardedTensor, stacked_key
 from core.dist_checkpointing.state.mapping import sharded_state_dict as module_state_dict
 from core.optimizer.state.flat_shard import ParameterShard, parameter_shards
@@ -230,6 +231,7 @@ def sharded_state_dict(shard: DataParallel) -> dict[str, ShardedTensor | list[Sh
         if not buffer.unsharded:
             buffer.end_loan()
             buffer.free()
+    tell_of_own_states(shard.module)
     mapper = Mapper(shard.ps, named_stacks(shard.module))
     state: dict[str, ShardedTensor | list[ShardedTensor]] = {}
     # trainable parameters: intervals of the flat buffers
