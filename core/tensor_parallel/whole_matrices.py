@@ -3,12 +3,16 @@
 import warnings
 import weakref
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from core.parallel_state.by_hand import ByHand, Heard, is_foreign, make_plain
+from core.parallel_state.by_hand.functions import function_name
+from core.parallel_state.by_hand.part_sizes import told_size, with_sizes
+from core.parallel_state.by_hand.whole_dims import axes_of_parameter
 from core.parallel_state.layout import layout_of
 from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
@@ -27,6 +31,7 @@ _ELEMENTWISE = (
     "Rprop",
     "Lion",
 )
+_SIZES = ("shape", "size", "numel", "nelement")
 # in the names of classes: what they call may be kernels, which nobody hears
 _OF_MATRICES = ("adafactor", "muon", "lamb", "lars", "shampoo", "soap", "kfac", "galore", "came")
 
@@ -44,6 +49,9 @@ class _OptimizerWatch:
         self._warned = False
         self._steps = 0
         self._by_hand = ByHand(self._hear, gradients=True, buffers=False)
+        # a reference to itself would keep it alive
+        follow = weakref.WeakMethod(self._follow_sizes)
+        self._by_hand.follow_sizes(lambda *call: follow()(*call))  # type: ignore[misc]
         self._optimizer: torch.optim.Optimizer | None = None  # the one that is listened to
         # what it has compiled would not trace tensors of other classes
         self._eager = ExitStack()
@@ -99,6 +107,24 @@ class _OptimizerWatch:
         is_of_dims = heard.kind == "product" or (heard.kind == "reduction" and not heard.is_number)
         if heard.sees_only_shard or (heard.parameter.dim() > 2 and is_of_dims):
             self._warn(type(self._optimizer).__name__, heard.parameter, by=heard.name)
+
+    def _follow_sizes(self, func: Any, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """Sizes of a part tell where the optimizer makes a rate of them (Muon's factor, a fan-in)."""
+        x = args[0] if args else None
+        if self._optimizer is None or function_name(func) not in _SIZES:
+            return result
+        heard = getattr(x, "heard", None)
+        parameter = heard.parameter if heard is not None else x
+        if not isinstance(parameter, nn.Parameter) or not _is_split(parameter):
+            return result
+        if not isinstance(x, Tensor) or x.shape != parameter.shape:
+            return result
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        name = type(self._optimizer).__name__
+        tell = partial(self._warn, name, parameter, by="a rate by the shape")
+        return with_sizes(
+            result, axes_of_parameter(parameter), dim, lambda size: told_size(size, tell)
+        )
 
     def _warn(self, optimizer: str, parameter: nn.Parameter, by: str = "") -> None:
         model = self._model()

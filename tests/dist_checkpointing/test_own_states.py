@@ -108,3 +108,17 @@ def test_what_is_loaded_at_stage_3_is_not_what_was_read_before(ranks, tmp_path):
     for found in ranks(loaded, tmp_path / "saved", world=2):
         for weights in found.values():
             assert all(map(torch.equal, weights, found["nothing"]))
+
+
+def test_an_empty_buffer_comes_back(single, tmp_path):
+    def made(value):
+        module = nn.Linear(4, 4)
+        module.register_buffer("rows", torch.zeros(0, 3))
+        module.register_buffer("count", torch.tensor(value))
+        return module
+
+    save({"model": sharded_state_dict(made(7), single)}, tmp_path / "saved", ps=single)
+    module = made(0)
+    load({"model": sharded_state_dict(module, single)}, tmp_path / "saved", ps=single)
+    assert module.rows.shape == (0, 3)
+    assert module.count == 7

@@ -134,6 +134,7 @@ def _add_shard(local: LocalState, shard: ShardedTensor) -> None:
     elif not shards:
         # a rank may hold padding only: then it holds nothing of this array
         local.shards.pop(path)
+        local.from_first.discard(path)
 
 
 def _encoded(item: ShardedObject) -> Any:

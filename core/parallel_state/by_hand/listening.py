@@ -87,6 +87,10 @@ class ByHand:
             after_optimizer_steps(self._after_optimizer),
         ]
 
+    def follow_sizes(self, sizes: Callable[..., Any]) -> None:
+        """Let `sizes(func, args, kwargs, result)` say what the program is given of each call."""
+        self._reporter.sizes = sizes
+
     def open(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
         self._parameters, self.is_open, self._reporter.compiles = [], True, compiles()
@@ -269,9 +273,9 @@ class ByHand:
                 if followed is not None:
                     return followed
             joins = name in ("cat", "stack", "hstack", "vstack", "concat")
-            source = replace(
-                source, joined=source.joined or (joins and self._are_of_several(sources))
-            )
+            # in a loop any that are put together are of several parameters
+            several = not self._in_optimizer or len({id(s.parameter) for s in sources}) > 1
+            source = replace(source, joined=source.joined or (joins and several))
             if kind is None:
                 is_all = joins or (type(result) is Tensor and result.numel() == tensor.numel())
                 self._follow_made(source, name, result, made, is_whole=is_all)
@@ -366,10 +370,6 @@ class ByHand:
                 self._follow(number, replace(its_source, reduced=name))
             return result
         return None
-
-    def _are_of_several(self, sources: Sequence[Heard]) -> bool:
-        """Whether values are of several parameters; in a loop any that are put together are."""
-        return not self._in_optimizer or len({id(source.parameter) for source in sources}) > 1
 
     def _listened(self, values: Iterable[Any]) -> list[tuple[Heard, Tensor]]:
         """The tensors of these classes that a function was given, in order, and whose values they are."""

@@ -35,6 +35,8 @@ class Reporter:
         self.listener: Callable[[], Listener | None] = lambda: None
         # whether the program compiles anything: only then is it asked, which costs two calls
         self.compiles = False
+        # what the program is given of a call, where sizes are followed
+        self.sizes: Callable[..., Any] | None = None
         # of parameters and of results
         self.classes: tuple[type[Parameter], type[Tensor]] | None = None
 
@@ -88,7 +90,10 @@ def listening_classes(reporter: Reporter) -> tuple[type[Parameter], type[Tensor]
                 listener.make_plain_later(parameter)
             return parameter
         if listener is not None:
-            return listener.called(func, args, kwargs or {})
+            result = listener.called(func, args, kwargs or {})
+            if reporter.sizes is not None:
+                return reporter.sizes(func, args, kwargs or {}, result)
+            return result
         with torch._C.DisableTorchFunctionSubclass():
             return run_plain(func, args, kwargs or {})
 

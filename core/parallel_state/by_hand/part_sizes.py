@@ -77,17 +77,64 @@ def number_of_part(number: int | float, ranks: int, as_floats: set[int]) -> Any:
     return result
 
 
+class ToldSize(int):
+    """A size of a part that tells where a rate is made of it: divided, a root of it, a float."""
+
+    tell: Callable[[], None]
+    __reduce_ex__ = _plain_copy
+
+
+def _telling(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def method(self: ToldSize, *others: Any) -> Any:
+        self.tell()
+        return plain(self, *others)
+
+    return method
+
+
+def _kept(name: str) -> Callable[..., Any]:
+    plain = getattr(int, name)
+
+    def method(self: ToldSize, *others: Any) -> Any:
+        result = plain(self, *others)
+        return told_size(result, self.tell) if type(result) is int else result
+
+    return method
+
+
+for _name in ("__truediv__", "__rtruediv__", "__pow__", "__float__"):
+    setattr(ToldSize, _name, _telling(_name))
+for _name in ("__mul__", "__rmul__"):
+    setattr(ToldSize, _name, _kept(_name))
+
+
+def told_size(size: int, tell: Callable[[], None]) -> int:
+    """`size`, which calls `tell()` where a rate is made of it."""
+    result = ToldSize(size)
+    result.tell = tell
+    return result
+
+
 def sizes_of_parts(sizes: Any, axes: Axes, dim: Any, ranks: int, as_floats: set[int]) -> Any:
     """`x.shape`, `x.size(dim)` or `x.numel()` of what is split as `axes` says: the same numbers, known again."""
+    return with_sizes(sizes, axes, dim, lambda size: number_of_part(size, ranks, as_floats))
+
+
+def with_sizes(sizes: Any, axes: Axes, dim: Any, of_part: Callable[[int], int]) -> Any:
+    """The same, with `of_part` of each size of a split dim."""
     if isinstance(sizes, int):
-        if split_axes.is_split(axes, [dim] if isinstance(dim, int) else None):
-            return number_of_part(sizes, ranks, as_floats)
-        return sizes
+        return (
+            of_part(sizes)
+            if split_axes.is_split(axes, [dim] if isinstance(dim, int) else None)
+            else sizes
+        )
     if len(sizes) != len(axes):
         return sizes
     return torch.Size(
         [
-            number_of_part(size, ranks, as_floats) if split_axes.is_split(axes, [place]) else size
+            of_part(size) if split_axes.is_split(axes, [place]) else size
             for place, size in enumerate(sizes)
         ]
     )
