@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes, split_functions, split_names
 from core.parallel_state.by_hand.as_written import AsWritten
+from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_flex import depends_on_head
@@ -342,10 +343,10 @@ class SplitActivations(Follower):
             or name in ("broadcast", "wait", "grad", "requires_grad", "shape")
         ):
             if name == "all_reduce":
-                first.__class__ = Tensor  # type: ignore[assignment]  # it is whole now
+                unmark(first)  # it is whole now
             return
         if first.partial == _INDICES and name in _OFFSET:
-            first.__class__ = Tensor  # type: ignore[assignment]
+            unmark(first)
             return
         is_guard = first.partial in ("any", "all")
         if is_guard and name in ("bool", "invert", "logical_not", "or", "and"):

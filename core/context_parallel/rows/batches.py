@@ -16,6 +16,7 @@ from core.context_parallel.rows.factors import RowFactors
 from core.context_parallel.rows.reads import MEAN, READS
 from core.context_parallel.rows.selections import selected
 from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.part_sizes import number_of_part
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, outcome_of
@@ -103,7 +104,7 @@ class BatchRows(Follower):
             other.follow(call)
             return
         if name == "all_reduce":
-            inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
+            unmark(inputs[0])  # it is of all rows now
             return
         if name in READS and not isinstance(result, Tensor):
             self._note_read(result)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows.reads import READS
 from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, outcome_of
 from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
@@ -65,7 +66,7 @@ class GradientRows(Follower):
     def follow(self, call: Call) -> None:
         name, inputs, result = call.name, call.inputs, call.result
         if name == "all_reduce":
-            inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
+            unmark(inputs[0])  # it is of all rows now
             return
         sums = [x for x in inputs if x.partial]
         rows = [x for x in inputs if not x.partial]

@@ -39,6 +39,7 @@ from core.context_parallel.rows.totals import (
     weight_of_totals,
 )
 from core.context_parallel.rows.verdicts import verdicts
+from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.part_sizes import PartNumber
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
@@ -186,8 +187,7 @@ class Sums(Follower):
         for x in inputs:
             if x.partial == draws.MADE_LIKE:
                 self._hear_draw(name, x)
-                x.__class__ = Tensor  # type: ignore[assignment]
-                del x.axes
+                unmark(x)
         return [x for x in inputs if isinstance(x, SplitTensor)]
 
     def _hear_writes(self, call: Call, inputs: list[SplitTensor]) -> list[SplitTensor]:
@@ -211,7 +211,7 @@ class Sums(Follower):
         rest = [x for x in inputs if x.partial != MEAN]
         if inputs and not rest:
             if name == "all_reduce":
-                inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
+                unmark(inputs[0])  # it is of all rows now
             elif name in SCALED or name == "detach":
                 self.mark(result, None, MEAN)
         return rest
@@ -249,7 +249,7 @@ class Sums(Follower):
         name, inputs, result = call.name, call.inputs, call.result
         numbers = [x for x in inputs if is_statistic(x)]
         if name == "all_reduce":
-            inputs[0].__class__ = Tensor  # type: ignore[assignment]  # it is of all rows now
+            unmark(inputs[0])  # it is of all rows now
             return
         if not numbers or name in ("backward", "grad", "register_hook"):
             return

@@ -5,6 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# what those who listen write on a tensor
+_MARKS = ("axes", "partial", "seen_by", "numbers", "counted", "total", "heard")
+
+
+def unmark(tensor: Any, plain: type = Tensor) -> None:
+    """Nobody listens to it any more: of its own class again, and without marks, which no file could hold."""
+    tensor.__class__ = plain
+    for mark in _MARKS:
+        tensor.__dict__.pop(mark, None)
+
 
 class ListenedTensor(Tensor):
     """Copies, files and texts of it are those of a plain tensor."""

@@ -30,6 +30,7 @@ from core.parallel_state.by_hand.functions import (
 )
 from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
 from core.parallel_state.by_hand.inside import called_inside
+from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.listening_classes import Reporter, listening_classes, run_plain
 from core.parallel_state.by_hand.numbers import of_parameter
 from core.parallel_state.by_hand.split_axes import Axes
@@ -191,10 +192,7 @@ class ByHand:
     def _plain_results(self) -> None:
         for reference in self._followed:
             if type(tensor := reference()) is self._result:
-                if getattr(tensor, "_is_param", False):
-                    tensor.__class__ = Parameter
-                else:
-                    tensor.__class__ = Tensor
+                unmark(tensor, Parameter if getattr(tensor, "_is_param", False) else Tensor)
         self._followed = []
 
     def _listen_in_buckets(self, parameter: Parameter) -> None:

@@ -20,7 +20,7 @@ from core.parallel_state.by_hand.functions import (
     called_by_torch_module,
     function_name,
 )
-from core.parallel_state.by_hand.listened_tensor import ListenedTensor
+from core.parallel_state.by_hand.listened_tensor import ListenedTensor, unmark
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_flex import score_functions
 
@@ -48,7 +48,7 @@ class SplitTensor(ListenedTensor):
             frame = sys._getframe(1)
             if called_by_core(frame) and not _is_heard(args, frame):
                 if function_name(func) == "all_reduce":
-                    args[0].__class__ = Tensor  # it is of all ranks now
+                    unmark(args[0])  # it is of all ranks now
                 return func(*args, **kwargs)
             inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitTensor)]
             seen_by = inputs[0].seen_by() if inputs else None
@@ -170,9 +170,9 @@ class Follower:
         for reference in self._marked:
             tensor = reference()
             if type(tensor) is SplitTensor:
-                tensor.__class__ = Tensor  # type: ignore[assignment]
+                unmark(tensor)
             elif type(tensor) is SplitParameter:
-                tensor.__class__ = Parameter  # type: ignore[assignment]
+                unmark(tensor, Parameter)
         self._marked = []
 
     def forget_dead(self) -> None:
