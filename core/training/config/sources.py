@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from core import __version__
 from core.training.config.flags import read_flags
+from core.training.config.messages.megatron import OTHER_DEFAULTS, is_script
 from core.training.config.messages.names import in_the_runs_names
 from core.training.config.messages.unused import unused
 from core.training.config.run import (
@@ -202,7 +203,8 @@ def load_run(
     try:
         return merged.loaded()
     except ConfigError as error:
-        _leave([merged.with_origin(problem) for problem in error.problems])
+        lines = [merged.with_origin(problem) for problem in error.problems]
+        _leave(lines, OTHER_DEFAULTS if is_script(lines) else "")
 
 
 def checked(loaded: Loaded, world_size: int) -> RunConfig:
@@ -211,16 +213,16 @@ def checked(loaded: Loaded, world_size: int) -> RunConfig:
     try:
         return with_token_files(loaded.run.check(world_size)).check(world_size)
     except ConfigError as error:
-        _leave([in_the_runs_names(problem.text) for problem in error.problems], status=1)
+        _leave([in_the_runs_names(problem.text) for problem in error.problems], "", 1)
     except (ValueError, OSError, ImportError) as error:
         # of text that cannot be prepared
-        _leave([str(error)], status=1)
+        _leave([str(error)], "", 1)
 
 
-def _leave(lines: list[str], status: int = 2) -> NoReturn:
-    """Tell them, by one process per machine; every process finds the same ones."""
+def _leave(lines: list[str], last: str = "", status: int = 2) -> NoReturn:
+    """Tell them, and `last` of all of them, by one process per machine; every process finds the same ones."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        say_mistake(listed(lines))
+        say_mistake("\n".join(filter(None, (listed(lines), last))))
     else:
         let_the_first_rank_end()
     raise SystemExit(status)

@@ -3,6 +3,8 @@
 Read for names without a part: `--load`, not `--checkpoint.load`.
 """
 
+from collections.abc import Sequence
+
 _SCALE = "float16's loss scale is halved at each overflow, doubled after optimizer.loss_scale_window good updates"
 _STATES = "not here: moments are float32; optimizer.main_params=false drops the float32 weights"
 _IN_UPDATES = "a run is measured in updates; give"
@@ -11,6 +13,20 @@ _SHARD = (
 )
 _YARN = "give model.rotary_scaling kind yarn factor 40 ... (a table)"
 _TEXTS = "give data.train and data.valid: prefixes, or weight prefix weight prefix ..."
+
+# of a script with its sizes, but whose other facts are Megatron's defaults
+_SIZES = ("num_layers", "hidden_size", "num_attention_heads")
+OTHER_DEFAULTS = (
+    "What a script of Megatron's leaves out is otherwise here. Its defaults: --model.style gpt2 --model.ffn-hidden-size "
+    "(4 x hidden_size) --model.dropout 0.1 --optimizer.lr-schedule linear --optimizer.lr-warmup-fraction 0 "
+    "--optimizer.weight-decay 0.01 (docs/from_megatron.md, Other defaults)"
+)
+
+
+def is_script(mistakes: Sequence[str]) -> bool:
+    """Whether these mistakes are the arguments of a script of Megatron's."""
+    return all(any(line.startswith(f"unknown {size};") for line in mistakes) for size in _SIZES)
+
 
 # name -> what to do instead
 _ANSWERS = {
