@@ -1,6 +1,7 @@
 """Parallel layers with Megatron's arguments, which return (output, bias)."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -137,7 +138,11 @@ class RowParallelLinear(ours.RowParallelLinear):
 
 
 class VocabParallelEmbedding(ours.VocabParallelEmbedding):
-    """Ours, drawn by `init_method`: ids [...] -> [..., h]."""
+    """Ours, drawn by `init_method`: ids [...] -> [..., h], whole on every rank whatever the configuration says.
+
+    reduce_scatter_embeddings: ids [b, s] -> [s/tp, b, h], this rank's rows of the sequence; backward gathers.
+    Its forward raises ValueError then: ids that are not [b, s].
+    """
 
     def __init__(
         self,
@@ -146,11 +151,27 @@ class VocabParallelEmbedding(ours.VocabParallelEmbedding):
         *,
         init_method: InitMethod,
         config: Any,
+        reduce_scatter_embeddings: bool = False,
         tp_group: Any = None,
         **more: Any,
     ) -> None:
         _refuse(more)
-        super().__init__(
-            num_embeddings, embedding_dim, place=_placement(config, tp_group), init=Init(std=0.02)
+        # In Megatron the argument alone says whether the sequence is split, not the configuration: scripts that
+        # leave it out split the output themselves.
+        placement = replace(
+            _placement(config, tp_group), sequence_parallel=reduce_scatter_embeddings
         )
+        super().__init__(num_embeddings, embedding_dim, place=placement, init=Init(std=0.02))
         _draw(self, init_method)
+        self.reduce_scatter_embeddings = reduce_scatter_embeddings
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if not self.reduce_scatter_embeddings:
+            return super().forward(ids)
+        if ids.dim() != 2:
+            raise ValueError(
+                f"VocabParallelEmbedding(reduce_scatter_embeddings=True) takes ids [b, s], 2 dims; these have "
+                f"{ids.dim()}: {list(ids.shape)}; give [b, s], or leave reduce_scatter_embeddings out"
+            )
+        # rows of a sequence first: the sum over ranks is split along dim 0
+        return super().forward(ids.transpose(0, 1).contiguous())
