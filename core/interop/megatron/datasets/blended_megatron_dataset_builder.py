@@ -1,6 +1,6 @@
 """One data set for each of train, valid and test, blended from several files by weight."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 
 import numpy as np
@@ -39,14 +39,20 @@ def blending_order(
 class BlendedDataset(torch.utils.data.Dataset):
     """Samples of several data sets in proportion to their weights; `dataset_id` says which one a sample is of.
 
+    datasets: in a mapping, each with its number, which others without documents leave out.
     size: None takes every sample of every data set once. Raises ValueError: a data set with too few samples.
     """
 
     def __init__(
-        self, datasets: Sequence[GPTDataset], weights: Sequence[float], size: int | None
+        self,
+        datasets: Sequence[GPTDataset] | Mapping[int, GPTDataset],
+        weights: Sequence[float],
+        size: int | None,
     ) -> None:
-        self.datasets = list(datasets)
-        lengths = [len(dataset) for dataset in datasets]
+        numbered = datasets if isinstance(datasets, Mapping) else dict(enumerate(datasets))
+        self.numbers = list(numbered)
+        self.datasets = list(numbered.values())
+        lengths = [len(dataset) for dataset in self.datasets]
         shares = normalize(list(weights))
         if size is None:  # one epoch of each
             order = blending_order(shares, sum(lengths), lengths)
@@ -54,7 +60,7 @@ class BlendedDataset(torch.utils.data.Dataset):
             order = blending_order(shares, size)
         self.dataset_index, self.dataset_sample_index = order
         needed = np.bincount(self.dataset_index, minlength=len(lengths)).tolist()
-        for number, (count, length) in enumerate(zip(needed, lengths, strict=True)):
+        for number, count, length in zip(self.numbers, needed, lengths, strict=True):
             if count > length:
                 raise ValueError(
                     f"the blend takes {count} samples of data set {number}, which has {length}; raise "
@@ -66,12 +72,15 @@ class BlendedDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, idx: int) -> dict[str, Tensor | int]:
         """A sample, with the number of its data set."""
-        number = int(self.dataset_index[idx])
-        return {"dataset_id": number, **self.datasets[number][int(self.dataset_sample_index[idx])]}
+        place = int(self.dataset_index[idx])
+        sample = self.datasets[place][int(self.dataset_sample_index[idx])]
+        return {"dataset_id": self.numbers[place], **sample}
 
 
 class BlendedMegatronDatasetBuilder:
     """`build()` gives [train, valid, test], None where there is none. sizes: samples of each, None for one epoch.
+
+    A part without documents is None where its size is 0 or None.
 
     No rank waits for another: nothing is written.
     """
@@ -93,7 +102,7 @@ class BlendedMegatronDatasetBuilder:
         self.config = config
 
     def build(self) -> list[GPTDataset | BlendedDataset | None]:
-        """[train, valid, test]. Raises ValueError: weights without sizes, a split with too few tokens."""
+        """[train, valid, test]. Raises ValueError: weights without sizes, a part with too few tokens."""
         config = self.config
         if not self.is_built_on_rank():
             return [None] * len(Split)
@@ -127,8 +136,28 @@ class BlendedMegatronDatasetBuilder:
                 datasets.append(None)
                 continue
             documents = np.arange(round(share[0] * count), round(share[1] * count), dtype=np.int32)
+            if not len(documents):
+                self._check_nothing_asked([prefix], split, sizes[split.value])
+                datasets.append(None)
+                continue
             datasets.append(self.cls(source, documents, sizes[split.value], split, self.config))
         return datasets
+
+    def _check_nothing_asked(
+        self, prefixes: Sequence[str | None], split: Split, size: int | None
+    ) -> None:
+        """Of a part without documents. Raises ValueError: samples are asked of it."""
+        if not size:
+            return
+        count = 0
+        for prefix in prefixes:
+            count += len(self.cls.build_low_level_dataset(prefix, self.config).sequence_lengths)
+        shares = "" if self.config.split is None else f" by split={self.config.split!r}"
+        files = ", ".join(prefix or "generated data" for prefix in prefixes)
+        raise ValueError(
+            f"{files}: the {split.name} part has 0 of {count} documents{shares}, and {size} samples are asked of it; "
+            "give it a larger share of split or a file of more documents, or the size 0: its data set is None then"
+        )
 
     def _blended(
         self, prefixes: Sequence[str], weights: Sequence[float] | None, bounds: Bounds, sizes: Sizes
@@ -158,17 +187,23 @@ class BlendedMegatronDatasetBuilder:
 
         blended: list[GPTDataset | BlendedDataset | None] = []
         for split in Split:
-            of_files = [file_datasets[split.value] for file_datasets in per_file]
-            datasets = [dataset for dataset in of_files if dataset is not None]
+            datasets: dict[int, GPTDataset] = {}
+            for number, of_file in enumerate(per_file):
+                dataset = of_file[split.value]
+                if dataset is not None:
+                    datasets[number] = dataset
             size = sizes[split.value]
             if not datasets:
+                if bounds[split.value] is not None:
+                    self._check_nothing_asked(prefixes, split, size)
                 blended.append(None)
             elif shares is None:  # in proportion to their lengths
-                lengths = [len(dataset) for dataset in datasets]
+                lengths = [len(dataset) for dataset in datasets.values()]
                 limited = None if size is None else min(size, sum(lengths))
                 blended.append(BlendedDataset(datasets, lengths, limited))
             else:
                 assert size is not None
                 total_size = sum(ceil(size * share) for share in shares)
-                blended.append(BlendedDataset(datasets, shares, total_size))
+                of_these = [shares[number] for number in datasets]
+                blended.append(BlendedDataset(datasets, of_these, total_size))
         return blended

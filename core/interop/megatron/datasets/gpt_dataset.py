@@ -13,16 +13,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from core.field_names import tells_names
 from core.interop.megatron.absent import absent_names
 from core.interop.megatron.datasets.indexed_dataset import IndexedDataset
-from core.interop.megatron.datasets.utils import Split, split_bounds
+from core.interop.megatron.datasets.utils import Split, check_blend, split_bounds
+from core.interop.megatron.settings import refuse_others
 
 _MOCK_DOCUMENTS = 100_000
 _MOCK_MAX_LENGTH = 4096
 # from this part on the last epoch is shuffled with the others
 _NEARLY_FULL_EPOCH = 0.8
+# a number that no text has
+_NO_PAD = -1
+_NO_CACHE = "leave it out: the index is computed in memory, there is no cache to read"
+_INSTEAD = {
+    "multiple_validation_sets": "make a BlendedMegatronDatasetBuilder for each file of the valid part",
+    "full_validation": "give None as the size of the valid part to BlendedMegatronDatasetBuilder: one epoch",
+    "fast_cache_load": _NO_CACHE,
+    "defer_npy_index_mmap": _NO_CACHE,
+    "object_storage_cache_path": "copy the .bin and .idx to a disk, and give their prefix in blend",
+    "hybrid_context_parallel": "leave it out; context ranks cut rows of sequence_length "
+    "(initialize_model_parallel(context_parallel_size=...))",
+    "sequences_per_dataset": "leave it out: each .idx says its numbers of sequences and documents",
+}
 
 
+@tells_names()
 @dataclass
 class GPTDatasetConfig:
     """Megatron's fields that say which samples there are; without `blend` and `blend_per_split` data are made up.
@@ -46,10 +62,24 @@ class GPTDatasetConfig:
     create_attention_mask: bool = True
     drop_last_partial_validation_sequence: bool = True
     add_extra_token_to_sequence: bool = True
+    # whether labels that are `tokenizer.pad` are no losses even where it is the number of the end of text, too
+    allow_ambiguous_pad_tokens: bool | None = False
+    multiple_validation_sets: bool | None = None
+    full_validation: bool | None = None
+    fast_cache_load: bool = False
+    defer_npy_index_mmap: bool = False
+    object_storage_cache_path: str | None = None
+    hybrid_context_parallel: bool = False
+    sequences_per_dataset: dict[str, Any] | None = None
+    # sizes of the layout, which scripts give as they are: samples of fixed length do not depend on them
+    data_parallel_size: int = 1
+    sequence_parallel_size: int = 0
+    context_parallel_size: int | None = None
     mock: bool = field(init=False, default=False)
     bounds: list[tuple[float, float] | None] = field(init=False)
 
     def __post_init__(self) -> None:
+        refuse_others(self, _INSTEAD)
         if self.tokenizer is None:
             raise ValueError(
                 "GPTDatasetConfig needs a tokenizer: MegatronTokenizer.from_pretrained(...)"
@@ -64,6 +94,16 @@ class GPTDatasetConfig:
             raise ValueError("blend_per_split says all; leave blend and split out")
         if self.blend is not None and self.split is None:
             raise ValueError('blend needs split, such as "99,1,0"')
+        if per_split:
+            assert self.blend_per_split is not None
+            if len(self.blend_per_split) != len(Split):
+                raise ValueError(
+                    f"blend_per_split has {len(self.blend_per_split)} blends for {len(Split)} parts: train, valid, "
+                    "test; give None for a part without files"
+                )
+            for split, blend in zip(Split, self.blend_per_split, strict=True):
+                check_blend(f"blend_per_split of {split.name}", blend)
+        check_blend("blend", self.blend)
         self.mock = self.blend is None and not per_split
         if self.mock:
             self.split = "1,1,1"
@@ -71,6 +111,20 @@ class GPTDatasetConfig:
         self.bounds = [(0.0, 1.0)] * len(Split)
         if self.split is not None:
             self.bounds = split_bounds(self.split)
+
+
+def _pad_of(config: GPTDatasetConfig) -> int:
+    """The number that labels without a loss have."""
+    tokenizer = config.tokenizer
+    pad: int = getattr(tokenizer, "pad", _NO_PAD)
+    if config.allow_ambiguous_pad_tokens:
+        return pad
+    named = getattr(tokenizer, "special_tokens_dict", None) or {}
+    others = [token for name, token in named.items() if name != "pad_token"]
+    if not others:
+        others = [getattr(tokenizer, name, None) for name in ("eos", "eod")]
+    # as Megatron: a tokenizer whose pad is its end of text would hide every end of text from the loss
+    return _NO_PAD if pad in others else pad
 
 
 class MockDocuments:
@@ -112,8 +166,9 @@ class GPTDataset(torch.utils.data.Dataset):
         self.num_samples = num_samples
         self.index_split = index_split
         self.config = config
-        self.pad = getattr(config.tokenizer, "pad", -1)
-        if len(self) < 1:
+        self.pad = _pad_of(config)
+        # not len(self), which python refuses below 0
+        if self._samples_in(self._epochs) < 1:
             raise ValueError(
                 f"the {index_split.name} part has {self._tokens_per_epoch} tokens in {len(documents)} documents, a "
                 f"sample takes {config.sequence_length + 1}; give it a larger share of split, or shorter samples"

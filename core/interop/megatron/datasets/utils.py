@@ -22,6 +22,16 @@ def normalize(weights: list[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
+def check_blend(name: str, blend: tuple[list[str], list[float] | None] | None) -> None:
+    """Raise ValueError: weights that are not one per prefix."""
+    if blend is None or blend[1] is None or len(blend[0]) == len(blend[1]):
+        return
+    raise ValueError(
+        f"{name} has {len(blend[0])} prefixes and {len(blend[1])} weights; give a weight for each prefix, or None "
+        "for shares by their lengths"
+    )
+
+
 def get_blend_from_list(blend: list[str] | None) -> tuple[list[str], list[float] | None] | None:
     """["0.3", "a", "0.7", "b"] or ["a", "b"] -> (prefixes, weights or None)."""
     if blend is None:
