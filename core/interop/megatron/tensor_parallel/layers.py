@@ -134,7 +134,11 @@ class RowParallelLinear(ours.RowParallelLinear):
     def forward(self, x: Tensor) -> Any:
         if not self.input_is_parallel:
             x = ours.scatter_to_tensor_region(x, self.group)
-        return _output_and_bias(self, super().forward, x)
+        y, bias = _output_and_bias(self, super().forward, x)
+        if bias is not None and self.splits_sequence:
+            # added to this rank's rows alone: the ranks' gradients are parts of a sum
+            bias = ours.copy_to_tensor_region(bias, self.group)
+        return y, bias
 
 
 class VocabParallelEmbedding(ours.VocabParallelEmbedding):

@@ -7,20 +7,19 @@ from typing import Any
 import torch
 
 from core.elsewhere import ELSEWHERE
-from core.interop.megatron.parallel_state import turn_on_sequence_parallel
-from core.parallel_state import current_state, model_parallel_is_initialized
+from core.interop.megatron.transformer.read_fields import (
+    NO_EFFECT,
+    SIZES,
+    ReadFields,
+    check_sizes,
+    take_sequence_parallel,
+)
 from core.transformer.transformer_config import RotaryScaling
 from core.transformer.transformer_config import TransformerConfig as ModelConfig
 
 # in words of its own
 _REFUSED_BY_THE_MODEL = ("moe_expert_capacity_factor",)
 _MODEL_FIELDS = frozenset(field.name for field in fields(ModelConfig)).union(_REFUSED_BY_THE_MODEL)
-_SIZES = {
-    "tensor_model_parallel_size": "tp",
-    "pipeline_model_parallel_size": "pp",
-    "context_parallel_size": "cp",
-    "expert_model_parallel_size": "ep",
-}
 # how a step is run: stays an attribute, some are functions that scripts put there
 _RUNTIME_DEFAULTS = {
     "finalize_model_grads_func": None,
@@ -33,49 +32,11 @@ _RUNTIME_DEFAULTS = {
 }
 # one value each: what is so anyway
 _FIXED = {"expert_tensor_parallel_size": 1, "moe_router_dtype": "fp32"}
-# the same numbers with and without: kernels, overlapping, memory, timing
-_NO_EFFECT = frozenset(
-    (
-        "apply_rope_fusion",
-        "async_tensor_model_parallel_allreduce",
-        "attention_softmax_in_fp32",
-        "autocast_dtype",
-        "barrier_with_L1_time",
-        "batch_p2p_comm",
-        "batch_p2p_sync",
-        "bias_activation_fusion",
-        "bias_dropout_fusion",
-        "cpu_offloading",
-        "cross_entropy_loss_fusion",
-        "deallocate_pipeline_outputs",
-        "enable_autocast",
-        "gradient_accumulation_fusion",
-        "grad_sync_func",
-        "masked_softmax_fusion",
-        "memory_efficient_layer_norm",
-        "moe_grouped_gemm",
-        "moe_per_layer_logging",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-        "moe_shared_expert_overlap",
-        "moe_token_dispatcher_type",
-        "no_sync_func",
-        "overlap_p2p_comm",
-        "param_sync_func",
-        "perform_initialization",
-        "persist_layer_norm",
-        "timers",
-        "tp_comm_overlap",
-        "use_ring_exchange_p2p",
-        "variable_seq_lengths",
-        "wgrad_deferral_limit",
-    )
-)
 
 
-class TransformerConfig(ModelConfig):
+class TransformerConfig(ReadFields, ModelConfig):
     """Ours, taking Megatron's other fields: sizes are compared with the current state, bf16 and fp16 become
-    `params_dtype`, fields without effect on numbers are dropped.
+    `params_dtype`, fields without effect on numbers are only read (see `ReadFields`).
 
     Raises ValueError: a size that is not the current one; a field that is not here, unless it is None, False or 0;
     fp8 with Megatron's default recipe, "delayed".
@@ -89,12 +50,15 @@ class TransformerConfig(ModelConfig):
         runtime_fields = {
             name: arguments.pop(name, default) for name, default in _RUNTIME_DEFAULTS.items()
         }
+        only_read = dict(arguments)
         for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
             if arguments.pop(name, False):
                 model_fields.setdefault("params_dtype", dtype)
         # the layout of ranks is said once, to initialize_model_parallel: here it may only agree
-        _check_sizes({name: arguments.pop(name) for name in list(arguments) if name in _SIZES})
-        _take_sequence_parallel(arguments.pop("sequence_parallel", None))
+        sizes = {name: arguments.pop(name) for name in list(arguments) if name in SIZES}
+        check_sizes(sizes)
+        splits_sequence = arguments.pop("sequence_parallel", None)
+        take_sequence_parallel(splits_sequence)
 
         requested = [name for name, value in arguments.items() if value not in (None, False, 0)]
         requested = [
@@ -103,7 +67,7 @@ class TransformerConfig(ModelConfig):
         unknown = [
             f"{name}={arguments[name]} (here: {_FIXED[name]})" if name in _FIXED else name
             for name in requested
-            if name not in _NO_EFFECT
+            if name not in NO_EFFECT
         ]
         if unknown:
             raise ValueError(_not_here(sorted(unknown)))
@@ -113,6 +77,7 @@ class TransformerConfig(ModelConfig):
             counted = max(1, model_fields.get("moe_router_topk", 2) // best)
             model_fields.setdefault("moe_router_group_score_topk", counted)
         super().__init__(**model_fields)
+        self.keep_given(only_read, sizes, splits_sequence)
         for name, value in runtime_fields.items():
             setattr(self, name, value)
 
@@ -134,7 +99,13 @@ def _checked_fp8(arguments: dict[str, Any]) -> dict[str, Any]:
 _LAYERS = (
     "give layers=range(...) of core.models.gpt.GPTModel, or layers=[range(...), ...] of gpt_stages"
 )
+_INIT_STD = (
+    "give init_method_std: the model draws normal numbers; a layer of one's own takes init_method"
+)
 _OURS = {
+    "init_method": _INIT_STD,
+    "output_layer_init_method": _INIT_STD,
+    "embedding_init_method": _INIT_STD,
     "window_size": "give windows, one per layer: of (127, 0) (128,) * num_layers",
     "recompute_modules": "call apply_recompute(model, ['mlp']) of core.autograd on the model",
     "cp_comm_type": "give initialize_model_parallel(cp_comm_type=...) of parallel_state",
@@ -146,7 +117,7 @@ _OURS = {
 
 def _not_here(unknown: list[str]) -> str:
     """Names, each with the field that it is nearly spelt like, and what to do."""
-    known = sorted(_MODEL_FIELDS | _RUNTIME_DEFAULTS.keys() | _SIZES.keys() | _NO_EFFECT)
+    known = sorted(_MODEL_FIELDS | _RUNTIME_DEFAULTS.keys() | SIZES.keys() | NO_EFFECT.keys())
     shown = []
     answers = []
     for name in unknown:
@@ -218,31 +189,3 @@ class MLATransformerConfig(TransformerConfig):
         if kind == "rope" and self.softmax_scale is None and yarn.score_factor != 1:
             scale = self.head_size**-0.5 * yarn.score_factor
             object.__setattr__(self, "softmax_scale", scale)
-
-
-def _check_sizes(sizes: dict[str, int]) -> None:
-    if not model_parallel_is_initialized():
-        return
-    wrong = []
-    for name, size in sizes.items():
-        actual = current_state().size(_SIZES[name])
-        if size != actual:
-            wrong.append(f"{name}={size}, the state has {actual}")
-    if wrong:
-        raise ValueError(
-            f"TransformerConfig: {'; '.join(wrong)}; leave them out: initialize_model_parallel says them"
-        )
-
-
-def _take_sequence_parallel(requested: bool | None) -> None:
-    """Megatron's configuration says it, here the state does: of models that are made from now on."""
-    if requested is None or not model_parallel_is_initialized():
-        return
-    ps = current_state()
-    if requested and ps.size("tp") > 1:
-        turn_on_sequence_parallel()
-    elif not requested and ps.config.sequence_parallel:
-        raise ValueError(
-            f"TransformerConfig(sequence_parallel={requested}), the state has True, as initialize_model_parallel or "
-            "another configuration said; say the same in both"
-        )
