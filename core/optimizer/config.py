@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 
-from core.field_names import tells_names
+from core.field_names import ALIKE, tells_names
 from core.optimizer.schedules.deepspeed import SCHEDULES, DeepSpeedSchedule, schedule
 from core.optimizer.schedules.schedule import LR_SCHEDULES, LearningRate
 from core.parallel_state.config import raise_all
@@ -23,6 +24,11 @@ _NAMES_ELSEWHERE = {
     "paged_adamw": "adamw, with data_parallel.offload=optimizer",
     "paged_adamw_32bit": "adamw, with data_parallel.offload=optimizer",
     "lion_32bit": "lion",
+}
+# Megatron's words, of optimizers and schedules
+_VALUES_ELSEWHERE = {
+    "adam": "adamw, whose decay is decoupled as that of Megatron's adam",
+    "inverse_square_root": "inverse_sqrt",
 }
 MUON_LR_SCALES = ("match_rms_adamw", "original")
 DECAY_CHOICES = ("matrices", "all")
@@ -169,7 +175,8 @@ class OptimizerConfig:
         known = (*LR_SCHEDULES, *SCHEDULES)
         yield (
             self.lr_schedule in known,
-            f"lr_schedule={self.lr_schedule!r} is unknown; known: {', '.join(known)}",
+            f"lr_schedule={self.lr_schedule!r} is unknown; {_meant(self.lr_schedule, known)}known: "
+            f"{', '.join(known)}",
         )
         if self.lr_schedule in LR_SCHEDULES:
             yield (
@@ -228,7 +235,8 @@ class OptimizerConfig:
         )
         yield (
             self.optimizer in OPTIMIZERS,
-            f"optimizer={self.optimizer!r} is unknown{_ours(self.optimizer)}; known: {', '.join(OPTIMIZERS)}",
+            f"optimizer={self.optimizer!r} is unknown{_ours(self.optimizer)}known: "
+            f"{', '.join(OPTIMIZERS)}",
         )
         yield (
             self.muon_lr in MUON_LR_SCALES,
@@ -308,4 +316,15 @@ def _ours(name: str) -> str:
     """What an optimizer is called here that has another name elsewhere."""
     lowered = name.lower()
     ours = _NAMES_ELSEWHERE.get(lowered, lowered if lowered in OPTIMIZERS else "")
-    return f", here it is {ours}" if ours else ""
+    if ours:
+        return f", here it is {ours}; "
+    return f"; {_meant(name, OPTIMIZERS)}"
+
+
+def _meant(value: str, known: tuple[str, ...]) -> str:
+    """The known value that is spelt nearly so, or is called so elsewhere; empty: nobody knows."""
+    spelt = {name.lower(): name for name in known}
+    name = str(value).lower().replace("-", "_")
+    near = [name] if name in spelt else get_close_matches(name, spelt, n=1, cutoff=ALIKE)
+    meant = _VALUES_ELSEWHERE.get(name) or (spelt[near[0]] if near else "")
+    return f"did you mean {meant}? " if meant else ""

@@ -1,5 +1,7 @@
 """What is said to Megatron's fields and keywords that are another object here, or a field of the configuration."""
 
+import re
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from core.interop.megatron.models.gpt.gpt_model import GPTModel
 from core.interop.megatron.optimizer import OptimizerConfig, get_megatron_optimizer
 from core.interop.megatron.pipeline_parallel.schedules import get_forward_backward_func
 from core.interop.megatron.transformer.transformer_config import TransformerConfig
+from core.optimizer import OptimizerConfig as OptimizerOfARun
 
 
 @pytest.fixture
@@ -101,3 +104,23 @@ def test_of_methods(fresh):
     wrapped = DistributedDataParallel(config=config, ddp_config=DistributedDataParallelConfig(), module=model)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.1), [wrapped])
     assert optimizer.chained_optimizers == [optimizer]
+
+
+@pytest.mark.parametrize(
+    "field, value, told",
+    [
+        (
+            "optimizer",
+            "adam",
+            "adamw, whose decay is decoupled as that of Megatron's adam? known: adamw,",
+        ),
+        ("optimizer", "adamw_torch", "is unknown, here it is adamw; known: adamw,"),
+        ("lr_schedule", "WSD", "lr_schedule='WSD' is unknown; did you mean wsd? known: constant,"),
+        ("lr_schedule", "inverse-square-root", "did you mean inverse_sqrt? known: constant,"),
+        ("lr_schedule", "cosin", "did you mean cosine? known: constant,"),
+        ("lr_schedule", "step", "lr_schedule='step' is unknown; known: constant,"),
+    ],
+)
+def test_values_of_megatrons_flags_get_ours(field, value, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        OptimizerOfARun(**{field: value})

@@ -109,7 +109,7 @@ def test_the_cosine_is_half_way_down_in_the_middle():
             {"lr": 1},
             r"lr_schedule=cosine has its own fields and takes 0 lr_schedule_options, 1 given \(lr\)",
         ),
-        ("WarmUpLR", {}, "lr_schedule='WarmUpLR' is unknown; known: constant, .*WarmupLR"),
+        ("WarmUpLR", {}, r"lr_schedule='WarmUpLR' is unknown; did you mean WarmupLR\? known: constant, .*WarmupLR"),
     ],
 )
 def test_mistakes_are_told(name, options, told):
