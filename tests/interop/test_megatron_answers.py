@@ -112,7 +112,7 @@ def test_of_methods(fresh):
         (
             "optimizer",
             "adam",
-            "adamw, whose decay is decoupled as that of Megatron's adam? known: adamw,",
+            "did you mean adamw, whose decay is decoupled as that of Megatron's adam? known:",
         ),
         ("optimizer", "adamw_torch", "is unknown, here it is adamw; known: adamw,"),
         ("lr_schedule", "WSD", "lr_schedule='WSD' is unknown; did you mean wsd? known: constant,"),
