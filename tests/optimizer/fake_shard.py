@@ -73,6 +73,9 @@ class FakeShard:
             whole=gradients,
             written=False,
             whole_for_program=False,
+            unsharded=False,
+            end_loan=lambda: None,
+            free=lambda: None,
         )
 
     def finish(self):

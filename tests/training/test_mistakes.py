@@ -339,3 +339,15 @@ def test_what_several_rules_meet_is_one_mistake(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "is no folder" in said and "tokenizer.json" not in said, "no mistake but that one"
     assert said.count("model.huggingface=") == 1
+
+
+SIZES = ["--num-layers", "12", "--hidden-size", "64", "--num-attention-heads", "4"]
+
+
+@pytest.mark.parametrize("flags, is_told", [(SIZES, True), (SIZES[:4], False), (["--model.num-layers", "12"], False)])
+def test_a_script_of_megatrons_is_told_which_defaults_differ(capsys, monkeypatch, flags, is_told):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    with pytest.raises(SystemExit):
+        load_run([*flags, "--unknown", "1"])
+    last = capsys.readouterr().err.rstrip().splitlines()[-1]
+    assert ("--model.style gpt2 --model.ffn-hidden-size (4 x hidden_size)" in last) == is_told

@@ -17,9 +17,9 @@ _TEXTS = "give data.train and data.valid: prefixes, or weight prefix weight pref
 # of a script with its sizes, but whose other facts are Megatron's defaults
 _SIZES = ("num_layers", "hidden_size", "num_attention_heads")
 OTHER_DEFAULTS = (
-    "What a script of Megatron's leaves out is otherwise here. Its defaults: --model.style gpt2 --model.ffn-hidden-size "
-    "(4 x hidden_size) --model.dropout 0.1 --optimizer.lr-schedule linear --optimizer.lr-warmup-fraction 0 "
-    "--optimizer.weight-decay 0.01 (docs/from_megatron.md, Other defaults)"
+    "What a script of Megatron's leaves out is otherwise here. Its defaults: --model.style gpt2 "
+    "--model.ffn-hidden-size (4 x hidden_size) --model.dropout 0.1 --optimizer.lr-schedule linear "
+    "--optimizer.lr-warmup-fraction 0 --optimizer.weight-decay 0.01 (docs/from_megatron.md, Other defaults)"
 )
 
 
