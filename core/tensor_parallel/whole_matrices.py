@@ -2,7 +2,6 @@
 
 import warnings
 import weakref
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from core.parallel_state.by_hand import ByHand, Heard, is_foreign, make_plain
+from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.functions import function_name
 from core.parallel_state.by_hand.part_sizes import told_size, with_sizes
 from core.parallel_state.by_hand.whole_dims import axes_of_parameter
@@ -54,7 +54,7 @@ class _OptimizerWatch:
         self._by_hand.follow_sizes(lambda *call: follow()(*call))  # type: ignore[misc]
         self._optimizer: torch.optim.Optimizer | None = None  # the one that is listened to
         # what it has compiled would not trace tensors of other classes
-        self._eager = ExitStack()
+        self._eager = AsWritten()
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Tell of its class, or begin to listen. A closure would run forwards: then nobody listens.
@@ -85,7 +85,7 @@ class _OptimizerWatch:
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         if not self._steps & (self._steps - 1) and not has_closure:
             self._optimizer = optimizer
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+            self._eager.hold()
             # whoever listens between forwards gets them back after the step
             make_plain(affected)
             self._by_hand.open(affected)
@@ -95,7 +95,7 @@ class _OptimizerWatch:
         if optimizer is self._optimizer:
             self._optimizer = None
             self._by_hand.close()
-            self._eager.close()
+            self._eager.end()
 
     def end(self) -> None:
         """The model is gone."""

@@ -63,9 +63,15 @@ class AsWritten:
             has_compiled = compiles()
         if self._stance is not None or not has_compiled:
             return
-        if count > _FIRST or not _is_half_free(device):
-            return
-        if (now := _change("force_eager")) is None:
+        if count <= _FIRST and _is_half_free(device):
+            self.hold()
+
+    def hold(self) -> None:
+        """Until `end`, whatever memory there is. Several may hold at once, and end in any order.
+
+        torch's stances must end in the order of a stack: what ends first would leave all code as it was written.
+        """
+        if self._stance is not None or (now := _change("force_eager")) is None:
             return
         before = now.prev
         if before.stance == "default":

@@ -8,7 +8,6 @@ While the model runs and while an optimizer steps they are plain ones: nothing i
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
-from core.parallel_state.by_hand.as_written import compiles
+from core.parallel_state.by_hand.as_written import AsWritten, compiles
 from core.parallel_state.by_hand.changes import change_of_gradient
 from core.parallel_state.by_hand.functions import (
     NEW_BUFFERS,
@@ -71,7 +70,7 @@ class ByHand:
         self._in_optimizer = False
         self._optimizer_steps = 0
         # what it has compiled would not trace tensors of classes of ours: eager meanwhile
-        self._eager = ExitStack()
+        self._eager = AsWritten()
         self._parameters: list[Parameter] = []
         # where gradients lie in buckets: what hears of operators on them
         self._slots: list[Any] = []
@@ -122,7 +121,7 @@ class ByHand:
         """Make all of them plain again."""
         self._plain()
         # where a step of it ended by an exception
-        self._eager.close()
+        self._eager.end()
         for hooks, key, hook in self._wrapped:
             if key in hooks:
                 hooks[key] = hook
@@ -156,7 +155,7 @@ class ByHand:
         # its steps 1, 2, 4, 8 ...: an update costs many calls
         self._in_optimizer = is_own and not self._optimizer_steps & (self._optimizer_steps - 1)
         if self._in_optimizer:
-            self._eager.enter_context(torch.compiler.set_stance("force_eager"))
+            self._eager.hold()
         else:
             self._plain()
 
@@ -167,7 +166,7 @@ class ByHand:
         if self._in_optimizer:
             self._plain_results()
             self._in_optimizer = False
-            self._eager.close()
+            self._eager.end()
         self._listening()
         if self._states is not None and not hasattr(optimizer, "shard"):
             self._states.listen(optimizer, self._parameters)
