@@ -54,6 +54,11 @@ class Storage:
         """Whether it has memory."""
         return self.flat.untyped_storage().nbytes() > 0
 
+    @property
+    def is_lent_out(self) -> bool:
+        """Whether somebody else has the memory, numpy say: it cannot be freed, and keeps its values."""
+        return not self.flat.untyped_storage().resizable()
+
     def allocate(self) -> None:
         """Have memory, of no defined values."""
         self.flat.untyped_storage().resize_(self._bytes)
@@ -202,6 +207,8 @@ class Weights:
             if keep and self.gathered:
                 self.take_weights()
             self._drop_values()
+            if self._storage.is_lent_out:
+                self._take_new_storage()
             self._storage.release()
 
     def _drop_values(self) -> None:
@@ -307,9 +314,13 @@ class Weights:
     def _close_loan(self) -> None:
         """Free lent memory by taking new storage: whoever still has a tensor of the loan keeps its values."""
         self._drop_values()
-        flat = torch.empty_like(self._storage.flat)
-        self._storage, self._full_weights, self.lent = Storage(flat), self._views(flat), False
+        self._take_new_storage()
+        self.lent = False
         self._storage.release()
+
+    def _take_new_storage(self) -> None:
+        flat = torch.empty_like(self._storage.flat)
+        self._storage, self._full_weights = Storage(flat), self._views(flat)
 
     def publish(self) -> None:
         """`weights` have changed: start to send them to the other ranks. Stages 1, 2: all-gather over `ranks`."""
