@@ -20,6 +20,7 @@ from core.parallel_state.by_hand import ByHand, Heard, called_by_core
 from core.parallel_state.collectives import Group
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel.looked_at import LookedAt
+from core.tensor_parallel.same_inputs import SameInputs
 from core.tensor_parallel.seen_parts import SplitWeights
 from core.tensor_parallel.split_activations import SplitActivations
 from core.tensor_parallel.watch import SplitWatch
@@ -40,6 +41,8 @@ class OwnModules:
         # initial values by hand
         self._by_hand: ByHand | None = None
         self._warned_of: set[str] = set()
+        # by one column linear
+        self._compares_inputs = False
         self._calls = 0
         self._stop_looking: weakref.finalize | None = None
 
@@ -54,6 +57,10 @@ class OwnModules:
         """Look for the module around `layer`, and meanwhile listen to what is called on its parameters by hand."""
         self._waiting.add(layer)
         self._calls = 0
+        takes_whole = getattr(layer, "takes_whole_rows", False) and not self._splits_sequence
+        if takes_whole and not self._compares_inputs:
+            self._compares_inputs = True
+            layer.register_forward_pre_hook(SameInputs(self._group))
         if self._by_hand is None:
             self._by_hand = ByHand(self._warn_of_initial_values)
             self._by_hand.open(())
@@ -147,6 +154,7 @@ class PlacedModule(SpreadModule):
 
     own_modules: OwnModules | None = None
     input_is_split = False  # whether tensor ranks are given different columns
+    takes_whole_rows = False  # whether they are given the same x, all columns of all its rows
     # the dim of its weight's output dims of which each rank returns a part
     split_output: int | None = None
     is_whole_outside = False  # whether it takes and returns what all ranks have alike

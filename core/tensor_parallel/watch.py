@@ -283,11 +283,15 @@ class SplitWatch:
         self._warn_of_equal_parts(split, (split_sums == split_sums[0]).all(0))
 
     def _warn_of_equal_parts(self, split: dict[str, Parameter], are_equal: Tensor) -> None:
-        """Warns, once: some split weights were drawn alike on all ranks. Constants are alike by right."""
+        """Warns, once: some split weights were drawn alike on all ranks.
+
+        What does not vary along the split dim (constants, Mamba's A_log of each channel) is alike by right.
+        """
         if self._warned_of_parts:
             return
         for (name, parameter), is_equal in zip(split.items(), are_equal.tolist(), strict=True):
-            if is_equal and not (parameter == parameter.detach().reshape(-1)[0]).all():
+            first = parameter.detach().narrow(layout_of(parameter).split["tp"], 0, 1)
+            if is_equal and not (parameter == first).all():
                 self._warned_of_parts = True
                 warnings.warn(
                     f"{name} is the same on the tensor ranks, which hold different parts of it: ranks that are "
