@@ -39,3 +39,20 @@ def test_numpy_in_the_middle_of_a_step(ranks, when):
         assert all(map(torch.equal, weights, others))
         # of three steps, each its own
         assert len(set(kept)) == 3
+
+
+def differentiated():
+    """By torch.func, of parameters that were not detached."""
+    module = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 5)).double()
+    DataParallel(module, state(), zero_stage=3)
+    x = torch.ones(2, 6).double()
+
+    def loss(weights):
+        return torch.func.functional_call(module, weights, (x,)).sum()
+
+    with pytest.raises(ValueError, match="at zero_stage=3"):
+        torch.func.grad(loss)(dict(module.named_parameters()))
+
+
+def test_torch_func_is_refused(ranks):
+    ranks(differentiated, world=2)

@@ -183,6 +183,12 @@ class Weights:
         """Wait until the full parameters are there (`start_gather` if it was not called)."""
         if self.gathered and self._gathering is None:
             return
+        if not self.gathered and torch._C._are_functorch_transforms_active():
+            raise ValueError(
+                f"{self.label} is needed inside of a transform of torch.func (grad, vmap, jvp) at zero_stage=3: it "
+                "cannot be gathered and freed in it; use zero_stage=2, or a loop over the samples with "
+                "torch.autograd.grad"
+            )
         self.start_gather()
         self.wait()
         if not self.gathered:
