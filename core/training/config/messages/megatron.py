@@ -114,6 +114,8 @@ _ANSWERS = {
     "check_for_spiky_loss": "give optimizer.skip_grad_norm_above, times the median of the norms before",
     # data, records
     "encoder_seq_length": "give data.sequence_length",
+    "decoder_seq_length": "give data.sequence_length",
+    "no_load_strict": "leave it out: what a checkpoint lacks is refused, with its names",
     "check_weight_hash_across_dp_replicas_interval": "give data_parallel.check_replicas_every, in steps",
     "test_data_path": "not here: `python -m core.training.evaluate RUN --data PREFIX` after the run",
     "data_args_path": _TEXTS,
