@@ -63,20 +63,15 @@ class VocabParallelEmbedding(PlacedModule):
         self.comm = place.row_comm()
         self.place_in(place.own_modules)
 
-    @property
-    def first(self) -> int:
-        """The number of the first row here; of a head's table, which may be tied to this one, other rows are here.
-
-        Ids below it, or behind this rank's rows, give zeros here; the sum over ranks fills them in.
-        """
-        return self.rank * self.weight.shape[0]
-
     def forward(self, ids: Tensor) -> Tensor:
         """[s, b] -> [s, b, h] (see the class)."""
+        weight = self.weight
         return deferred_embedding(
             ids,
-            self.weight,
-            first=self.first,
+            weight,
+            # asked here: a head's table, which may be tied to this one, has other rows. Ids below it, or behind this
+            # rank's rows, give zeros; the sum over ranks fills them in
+            first=self.rank * weight.shape[0],
             is_full_table=self.is_full_table,
             stage=self.stage,
             comm=self.comm,

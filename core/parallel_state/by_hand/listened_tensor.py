@@ -33,4 +33,8 @@ class ListenedTensor(Tensor):
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__deepcopy__(memo)
+            plain = self.as_subclass(Tensor)
+            # the copy is noted by the id of `plain`, which no other tensor may get meanwhile
+            memo.setdefault(id(memo), []).append(plain)
+            memo[id(self)] = copy = plain.__deepcopy__(memo)
+        return copy

@@ -1,6 +1,7 @@
 """What a training loop written for one process gets wrong around a pipeline, without an error of torch's:
 gradient clipping by the norm of one stage, a DDP over ranks of other stages, another batch per rank."""
 
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.utils import _pytree as pytree
 from core.parallel_state.collectives import all_gather, all_gather_objects
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
+from core.parallel_state.environment import HostCopy, reading_waits
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import Hears, SkippedUpdateWatch, StageArithmetic
@@ -169,6 +171,7 @@ class PlainLoopWatch:
         self._arithmetic = StageArithmetic(modules, sums)
         self._steps = 0
         self._told_of_numbers = False
+        self._extremes: list[HostCopy] = []
         self._arithmetic.open()
         self._stages = ps.size("pp")
         before_optimizer_steps(self._refuse_lbfgs)
@@ -199,16 +202,27 @@ class PlainLoopWatch:
     def _compare_numbers(self) -> None:
         """Warn, once, on every rank, of numbers of one rank's gradients by which it changed them."""
         numbers = all_gather(self._arithmetic.take_numbers(self._ps.device)[None], self._ps.world)
-        for does, of_ranks in zip(("scaled by", "compared with"), numbers.t(), strict=True):
-            # a rank without one number for all of its gradients says nothing
-            known = of_ranks[of_ranks.isfinite()]
-            if known.numel() and known.max() - known.min() > DIFFERENT * known.abs().max():
+        # a rank without one number for all of its gradients says nothing
+        is_known = numbers.isfinite()
+        smallest = torch.where(is_known, numbers, torch.inf).amin(0)
+        largest = torch.where(is_known, numbers, -torch.inf).amax(0)
+        before = self._extremes
+        self._extremes = [
+            HostCopy(number) for pair in zip(smallest, largest, strict=True) for number in pair
+        ]
+        # of an accelerator those of the comparison before, which nothing waits for
+        extremes = before if reading_waits(self._ps.device) else self._extremes
+        values = [copy.read() for copy in extremes]
+        for does, low, high in zip(
+            ("scaled by", "compared with"), values[::2], values[1::2], strict=False
+        ):
+            if -math.inf < high and high - low > DIFFERENT * max(abs(low), abs(high)):
                 self._told_of_numbers = True
                 if self._arithmetic.has_told_of_gradients:
                     return
                 warnings.warn(
-                    f"gradients were {does} {known.min().item():.4g} on one pipeline rank and "
-                    f"{known.max().item():.4g} on another before the update of step {self._steps}, as norms, "
+                    f"gradients were {does} {low:.4g} on one pipeline rank and "
+                    f"{high:.4g} on another before the update of step {self._steps}, as norms, "
                     "thresholds and tests of one rank's stages are. Take them of all ranks: "
                     "OptimizerConfig(clip_grad=...), the norm that step() returns, core.optimizer.get_grad_norm, or "
                     "all_reduce over parallel_state.get_pipeline_model_parallel_group(). Rates of layers belong into "
