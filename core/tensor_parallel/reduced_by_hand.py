@@ -14,14 +14,15 @@ from torch import Tensor, nn
 
 from core.autograd.graph import nodes_behind
 from core.parallel_state.collectives import Group, all_gather_objects
-from core.parallel_state.collectives.checks import fingerprint
+from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.layout import layout_of
 from core.tensor_parallel.differences import has_full_memory
 
 # calls in which new parameters are looked for; in each call whose number is a power of two all are compared
 _FIRST = 8
 
-_Key = tuple[float, ...]
+# shape, and the sum of the bits
+_Key = tuple[tuple[int, ...], int]
 
 
 class ReducedByHand:
@@ -33,8 +34,6 @@ class ReducedByHand:
         self._told = False
         # by their values when they were first met: the same key on each rank that held them alike
         self._parameters: dict[_Key, weakref.ref[nn.Parameter]] = {}
-        # those that were met, by id
-        self._met: dict[int, weakref.ref[nn.Parameter]] = {}
 
     @torch.no_grad()
     def meet(self, part: Tensor) -> None:
@@ -60,14 +59,11 @@ class ReducedByHand:
 
     def _note(self, part: Tensor) -> None:
         """The trained parameters behind `part` that this rank holds as the others may."""
+        known = {id(reference()) for reference in self._parameters.values()}
         for node in nodes_behind([part.grad_fn]):
             leaf = getattr(node, "variable", None)
-            if not isinstance(leaf, nn.Parameter):
+            if not isinstance(leaf, nn.Parameter) or id(leaf) in known:
                 continue
-            met = self._met.get(id(leaf))
-            if met is not None and met() is leaf:
-                continue
-            self._met[id(leaf)] = weakref.ref(leaf)
             if "tp" in layout_of(leaf).split or not has_full_memory(leaf) or not leaf.numel():
                 continue
             # of ones or zeros every rank's own are alike
@@ -89,6 +85,5 @@ class ReducedByHand:
 
 
 def _key(parameter: Tensor) -> _Key:
-    """What stands for its values, the same wherever they are."""
-    shape = tuple(map(float, parameter.shape))
-    return (*shape, *fingerprint(parameter.detach().float().cpu()).tolist())
+    """What stands for its values."""
+    return tuple(parameter.shape), int(checksum(parameter))

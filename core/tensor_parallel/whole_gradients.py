@@ -27,8 +27,10 @@ class WholeGradients:
         self._group = group
         self._forwards = 0
         self._hooks: list[Any] = []
-        # by the linear's name, its first gradient since the last comparison: norm, product; how much may be rounding
-        self._noted: dict[str, tuple[float, float, float]] = {}
+        # by the linear's name, its first gradient since the last comparison: norm, product
+        self._noted: dict[str, tuple[float, float]] = {}
+        # relative, of the coarsest of them
+        self._rounding = 0.0
 
     def __deepcopy__(self, memo: dict) -> "WholeGradients":
         return WholeGradients(self._group)  # a copied module is followed anew
@@ -60,16 +62,21 @@ class WholeGradients:
     def _note(self, name: str, gradient: Tensor) -> None:
         if self._hooks and name not in self._noted and not gradient.is_meta:
             norm, product = fingerprint(gradient).tolist()
-            self._noted[name] = norm, product, _ROUNDING.get(gradient.dtype, 1e-2)
+            self._noted[name] = norm, product
+            self._rounding = max(self._rounding, _ROUNDING.get(gradient.dtype, 1e-2))
 
     def _compare(self) -> None:
         assert self._group is not None
-        of_ranks = all_gather_objects(self._noted, self._group)
+        of_ranks = all_gather_objects((self._noted, self._rounding), self._group)
         self._noted = {}
-        for name, (norm, product, rounding) in of_ranks[0].items():
-            others = [rank[name] for rank in of_ranks[1:] if name in rank]
-            differences = [abs(n - norm) + abs(p - product) for n, p, _ in others]
-            if max(differences, default=0.0) > rounding * max(norm, *(n for n, _, _ in others)):
+        rounding = max(rank_rounding for _, rank_rounding in of_ranks)
+        for name in sorted(set().union(*(noted for noted, _ in of_ranks))):
+            # a rank that does not use it has no gradient
+            norms, products = zip(
+                *(noted.get(name, (0.0, 0.0)) for noted, _ in of_ranks), strict=True
+            )
+            difference = max(norms) - min(norms) + max(products) - min(products)
+            if difference > rounding * max(norms):
                 self._end()
                 warnings.warn(
                     f"{name} returns the same on all {self._group.size} tensor ranks, and gets another gradient on "

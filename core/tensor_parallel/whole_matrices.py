@@ -49,9 +49,7 @@ class _OptimizerWatch:
         self._warned = False
         self._steps = 0
         self._by_hand = ByHand(self._hear, gradients=True, buffers=False)
-        # a reference to itself would keep it alive
-        follow = weakref.WeakMethod(self._follow_sizes)
-        self._by_hand.follow_sizes(lambda *call: follow()(*call))  # type: ignore[misc]
+        self._by_hand.follow_sizes(self._follow_sizes)
         self._optimizer: torch.optim.Optimizer | None = None  # the one that is listened to
         # what it has compiled would not trace tensors of other classes
         self._eager = AsWritten()

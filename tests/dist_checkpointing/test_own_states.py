@@ -93,12 +93,14 @@ def loaded(directory):
 
     module, shard, _ = made(0)
     save({"model": state_of_shard(shard)}, directory, ps=ps)
+    saved = [p.detach().clone() for p in module.parameters()]
     found = {}
     for what, read in READS.items():
         module, shard, optimizer = made(1)
         read(module)
         load({"model": state_of_shard(shard)}, directory, ps=ps)
         first = [p.detach().clone() for p in module.parameters()]
+        assert all(map(torch.equal, first, saved))
         three_steps(module, optimizer, ps)
         found[what] = first + [p.detach().clone() for p in module.parameters()]
     return found

@@ -20,13 +20,15 @@ class Gated(nn.Module):
         self.up = ColumnParallelLinear(6, 8, place=place)
         self.gate = RowParallelLinear(8, 1, bias=False, place=place)
         self.down = RowParallelLinear(8, 6, place=place)
-        self.group, self.habit = place.group, habit
+        self.group, self.rank, self.habit = place.group, place.rank, habit
 
     def forward(self, x):
         y = torch.tanh(self.up(x))
         gate = torch.sigmoid(self.gate(y))
         if self.habit == "copied":
             gate = copy_to_tensor_region(gate, self.group)
+        if self.habit == "one rank":
+            return self.down(y * gate if self.rank else y)
         return self.down(y * gate) if self.habit != "outside" else self.down(y) * gate
 
 
@@ -48,8 +50,8 @@ def told(habit):
     return [str(w.message) for w in caught if "gets another gradient on each" in str(w.message)]
 
 
-@pytest.mark.parametrize("habit", ["copied", "outside", "alone"])
+@pytest.mark.parametrize("habit", ["copied", "outside", "alone", "one rank"])
 def test_a_gate_of_a_row_linear(ranks, habit):
     for messages in ranks(told, habit, world=2):
-        assert len(messages) == (habit == "alone")
+        assert len(messages) == (habit in ("alone", "one rank"))
         assert all(message.startswith("gate returns the same on all 2 tensor ranks") for message in messages)

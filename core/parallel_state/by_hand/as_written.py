@@ -29,9 +29,9 @@ def run_as_written(module: nn.Module, inputs: Sequence[Tensor], until: ExitStack
     flex = "torch.nn.attention.flex_attention" in sys.modules
     is_long = flex and any(n > _FEW_ROWS for x in inputs for n in x.shape)
     as_written = AsWritten()
-    if not is_long:
-        # torch forgets what was compiled by `torch._dynamo.reset()`
-        as_written.begin(1, next(module.parameters()).device, has_compiled=True)
+    if not is_long and _is_half_free(next(module.parameters()).device):
+        # without asking torch, which forgets what was compiled by `torch._dynamo.reset()`
+        as_written.hold()
         until.callback(as_written.end)
     return as_written.is_eager or not is_compiled(module)
 
@@ -51,19 +51,12 @@ class AsWritten:
         """Whether nothing is compiled now."""
         return self._stance is not None
 
-    def begin(self, count: int, device: torch.device, *, has_compiled: bool | None = None) -> None:
-        """Until `end`, in the first two calls, if `device` has the memory. count: of calls, from 1.
-
-        has_compiled: whether the program has compiled anything; None: as torch knows it.
-        """
+    def begin(self, count: int, device: torch.device) -> None:
+        """Until `end`, in the first two calls, if `device` has the memory. count: of calls, from 1."""
         if not self._takes_any_class:
             self._takes_any_class = True
             _take_any_class()
-        if has_compiled is None:
-            has_compiled = compiles()
-        if self._stance is not None or not has_compiled:
-            return
-        if count <= _FIRST and _is_half_free(device):
+        if count <= _FIRST and compiles() and _is_half_free(device):
             self.hold()
 
     def hold(self) -> None:

@@ -125,11 +125,9 @@ def sizes_of_parts(sizes: Any, axes: Axes, dim: Any, ranks: int, as_floats: set[
 def with_sizes(sizes: Any, axes: Axes, dim: Any, of_part: Callable[[int], int]) -> Any:
     """The same, with `of_part` of each size of a split dim."""
     if isinstance(sizes, int):
-        return (
-            of_part(sizes)
-            if split_axes.is_split(axes, [dim] if isinstance(dim, int) else None)
-            else sizes
-        )
+        if split_axes.is_split(axes, [dim] if isinstance(dim, int) else None):
+            return of_part(sizes)
+        return sizes
     if len(sizes) != len(axes):
         return sizes
     return torch.Size(

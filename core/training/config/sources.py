@@ -213,10 +213,10 @@ def checked(loaded: Loaded, world_size: int) -> RunConfig:
     try:
         return with_token_files(loaded.run.check(world_size)).check(world_size)
     except ConfigError as error:
-        _leave([in_the_runs_names(problem.text) for problem in error.problems], "", 1)
+        _leave([in_the_runs_names(problem.text) for problem in error.problems], status=1)
     except (ValueError, OSError, ImportError) as error:
         # of text that cannot be prepared
-        _leave([str(error)], "", 1)
+        _leave([str(error)], status=1)
 
 
 def _leave(lines: list[str], last: str = "", status: int = 2) -> NoReturn:

@@ -44,6 +44,7 @@ class StageArithmetic:
         if look_again:
             self._parameters = [p for module in self._modules for p in module.parameters()]
         self._reduced_ids.clear()
+        self._numbers = StageNumbers()
         self._by_hand.open(self._parameters)
 
     def close(self) -> None:
@@ -55,10 +56,10 @@ class StageArithmetic:
         """Whether a norm by hand, of which such a number comes mostly, was told."""
         return "gradients" in self._warned_of
 
-    def take_numbers(self, device: torch.device) -> Tensor:
-        """What `StageNumbers.take` gives."""
+    def numbers(self, device: torch.device) -> Tensor:
+        """What `StageNumbers.as_tensor` gives of this step."""
         count = sum(p.grad is not None for p in self._parameters)
-        return self._numbers.take(count, device)
+        return self._numbers.as_tensor(count, device)
 
     def _hear(self, heard: Heard) -> None:
         self._sums.hear(heard)
@@ -101,7 +102,7 @@ class StageNumbers:
     """
 
     def __init__(self) -> None:
-        # by parameter, in this step
+        # by parameter, since the last step of the pipeline
         self._factors: dict[int, float] = {}
         self._thresholds: set[float] = set()
 
@@ -113,18 +114,17 @@ class StageNumbers:
         elif heard.kind == "compared" and heard.factor is not None:
             self._thresholds.add(heard.factor)
 
-    def take(self, count: int, device: torch.device) -> Tensor:
-        """float64 [2]: the factor of all gradients, the only threshold; NaN where there is none. Then it forgets.
+    def as_tensor(self, count: int, device: torch.device) -> Tensor:
+        """float64 [2]: the factor of all gradients, the only threshold; NaN where there is none.
 
         count: how many parameters have gradients.
         """
-        factors, thresholds = set(self._factors.values()), self._thresholds
+        factors = set(self._factors.values())
         # the others' is 1, but of a list the first stands for all
         if 0 not in self._factors and len(self._factors) < count:
             factors.add(1.0)
-        self._factors, self._thresholds = {}, set()
         one_of_each = [*factors] if len(factors) == 1 else [math.nan]
-        one_of_each += [*thresholds] if len(thresholds) == 1 else [math.nan]
+        one_of_each += [*self._thresholds] if len(self._thresholds) == 1 else [math.nan]
         return torch.tensor(one_of_each, dtype=torch.float64, device=device)
 
 

@@ -201,7 +201,7 @@ class PlainLoopWatch:
 
     def _compare_numbers(self) -> None:
         """Warn, once, on every rank, of numbers of one rank's gradients by which it changed them."""
-        numbers = all_gather(self._arithmetic.take_numbers(self._ps.device)[None], self._ps.world)
+        numbers = all_gather(self._arithmetic.numbers(self._ps.device)[None], self._ps.world)
         # a rank without one number for all of its gradients says nothing
         is_known = numbers.isfinite()
         smallest = torch.where(is_known, numbers, torch.inf).amin(0)
