@@ -76,18 +76,6 @@ def difference_message(
     )
 
 
-def unlike_rank(numbers: Tensor, group: Group, tolerance: float) -> int | None:
-    """Index of the first rank whose fingerprints, one after the other, are off the first's by `tolerance` of the
-    largest; None where all agree."""
-    gathered = all_gather(numbers[None], group).cpu().unflatten(1, (-1, 2))
-    sizes = gathered[..., 0].amax(0).clamp(min=1e-300)
-    is_close = (gathered - gathered[0]).abs().amax(2) <= tolerance * sizes
-    unlike = ~(is_close | ~sizes.isfinite()).all(1)
-    if unlike.any():
-        return int(unlike.nonzero()[0])
-    return None
-
-
 @torch.no_grad()
 def compare_gradients(gradient: Tensor, group: Group) -> None:
     """Tell, on all ranks, of a gradient of gathered columns that is not the same on each. One small all-gather."""

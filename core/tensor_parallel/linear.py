@@ -41,8 +41,6 @@ class ColumnParallelLinear(PlacedModule):
     Raises ValueError: the split dim does not divide over the group.
     """
 
-    takes_whole_rows = True
-
     def __init__(
         self,
         input_size: int,

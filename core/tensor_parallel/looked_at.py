@@ -42,6 +42,8 @@ class LookedAt:
         self._frames = 0
         self._is_followed = False
         self._eager = ExitStack()
+        # `module.compile()`: its hooks run after it was decided whether this forward is compiled
+        self._holds_next = False
 
     def begin(
         self, module: nn.Module, inputs: Sequence[Tensor] | None = None, *, again: bool = False
@@ -60,13 +62,16 @@ class LookedAt:
         else:
             is_turn = is_wanted or self._forwards % _EVERY == 0
             self._is_followed = is_turn and not is_compiled(module)
+        is_whole = getattr(module, "_compiled_call_impl", None) is not None
+        self._holds_next = is_whole and self._forwards < _FIRST
         self._frames = _compiled_frames()
         self._nodes = torch.autograd._get_sequence_nr()
         return self._is_followed
 
     def end(self) -> None:
         """After that forward."""
-        self._eager.close()
+        if not self._holds_next:
+            self._eager.close()
         made = (self._mode, torch.autograd._get_sequence_nr() - self._nodes)
         if self._is_followed:
             self._known.add(made)

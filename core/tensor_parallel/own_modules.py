@@ -20,7 +20,6 @@ from core.parallel_state.by_hand import ByHand, Heard, called_by_core
 from core.parallel_state.collectives import Group
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel.looked_at import LookedAt
-from core.tensor_parallel.same_inputs import SameInputs
 from core.tensor_parallel.seen_parts import SplitWeights
 from core.tensor_parallel.split_activations import SplitActivations
 from core.tensor_parallel.watch import SplitWatch
@@ -41,8 +40,6 @@ class OwnModules:
         # initial values by hand
         self._by_hand: ByHand | None = None
         self._warned_of: set[str] = set()
-        # by one column linear
-        self._compares_inputs = False
         self._calls = 0
         self._stop_looking: weakref.finalize | None = None
 
@@ -57,10 +54,6 @@ class OwnModules:
         """Look for the module around `layer`, and meanwhile listen to what is called on its parameters by hand."""
         self._waiting.add(layer)
         self._calls = 0
-        takes_whole = getattr(layer, "takes_whole_rows", False) and not self._splits_sequence
-        if takes_whole and not self._compares_inputs:
-            self._compares_inputs = True
-            layer.register_forward_pre_hook(SameInputs(self._group))
         if self._by_hand is None:
             self._by_hand = ByHand(self._warn_of_initial_values)
             self._by_hand.open(())
@@ -106,7 +99,8 @@ class OwnModules:
         if not any(isinstance(hook, _Before) for hook in module._forward_pre_hooks.values()):
             before = _Before(self._group, self._splits_sequence, after=ended)
             module.register_forward_pre_hook(before, with_kwargs=True)
-            module.register_forward_hook(_After(before), with_kwargs=True)
+            # a forward that raises is over, too
+            module.register_forward_hook(_After(before), with_kwargs=True, always_call=True)
             watch_optimizers(module)
             before(module, args, _keywords_of_call())
 
@@ -154,7 +148,6 @@ class PlacedModule(SpreadModule):
 
     own_modules: OwnModules | None = None
     input_is_split = False  # whether tensor ranks are given different columns
-    takes_whole_rows = False  # whether they are given the same x, all columns of all its rows
     # the dim of its weight's output dims of which each rank returns a part
     split_output: int | None = None
     is_whole_outside = False  # whether it takes and returns what all ranks have alike
@@ -265,15 +258,18 @@ class _Before:
 
 
 class _After:
-    """A forward hook: arithmetic by hand is listened to until the next forward."""
+    """A forward hook: arithmetic by hand is listened to until the next forward.
+
+    Not compiled: in what it registers ranks meet, and one of them may run this forward as it was written.
+    """
 
     def __init__(self, before: _Before) -> None:
         self._before = before
 
+    @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._before.release()
-        if torch.compiler.is_compiling() or self._before.watch is None:
+        self._before.release()
+        if self._before.watch is None:
             return
         if torch._C._are_functorch_transforms_active() or _driven_by_executor():
             return

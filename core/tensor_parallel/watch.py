@@ -22,13 +22,7 @@ from core.parallel_state.collectives.checks import checksum, fingerprint
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
-from core.tensor_parallel.differences import (
-    BATCH,
-    difference_message,
-    follow_sums,
-    has_full_memory,
-    unlike_rank,
-)
+from core.tensor_parallel.differences import BATCH, difference_message, follow_sums, has_full_memory
 from core.tensor_parallel.hooked_gradients import HookedGradients
 from core.tensor_parallel.mappings import sum_gradients_of_foreign
 from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
@@ -250,7 +244,9 @@ class SplitWatch:
         # activations of a stage before may differ by rounding
         floating = [x for x in inputs if x.is_floating_point()]
         if floating:
-            other = unlike_rank(torch.cat([fingerprint(x.detach()) for x in floating]), group, 0.01)
+            other = _unlike_rank(
+                torch.cat([fingerprint(x.detach()) for x in floating]), group, 0.01
+            )
             if other is not None:
                 raise ValueError(difference_message(group, BATCH, other, self._forwards))
         inputs = [x for x in inputs if not x.is_floating_point()]
@@ -325,6 +321,18 @@ def split_watch(
     return SplitWatch(group, expert_group=expert_group, sums_foreign=sums_foreign)
 
 
+def _unlike_rank(numbers: Tensor, group: Group, tolerance: float) -> int | None:
+    """Index of the first rank whose fingerprints, one after the other, are off the first's by `tolerance` of the
+    largest; None where all agree."""
+    gathered = all_gather(numbers[None], group).cpu().unflatten(1, (-1, 2))
+    sizes = gathered[..., 0].amax(0).clamp(min=1e-300)
+    is_close = (gathered - gathered[0]).abs().amax(2) <= tolerance * sizes
+    unlike = ~(is_close | ~sizes.isfinite()).all(1)
+    if unlike.any():
+        return int(unlike.nonzero()[0])
+    return None
+
+
 def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | None) -> None:
     """In the first backward through `output`: two numbers of its gradient over the group, and two of its own.
 
@@ -347,10 +355,10 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
         if not is_first or torch._C._are_functorch_transforms_active():
             return
         is_first = False
-        if values is not None and unlike_rank(values, group, 1e-4) is not None:
+        if values is not None and _unlike_rank(values, group, 1e-4) is not None:
             return
         numbers = fingerprint(gradient.detach())
-        if unlike_rank(numbers, group, 0.01) is not None:
+        if _unlike_rank(numbers, group, 0.01) is not None:
             norms = ", ".join(
                 f"{x:.6g}" for x in all_gather(numbers[None, :1], group).flatten().tolist()
             )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from core.tensor_parallel import differences
+from core.tensor_parallel import watch
 
 
 @pytest.mark.parametrize(
@@ -16,5 +16,5 @@ from core.tensor_parallel import differences
     ],
 )
 def test_the_rank_that_differs(monkeypatch, rows, unlike):
-    monkeypatch.setattr(differences, "all_gather", lambda numbers, group: torch.tensor(rows))
-    assert differences.unlike_rank(torch.zeros(2), None, 0.01) == unlike
+    monkeypatch.setattr(watch, "all_gather", lambda numbers, group: torch.tensor(rows))
+    assert watch._unlike_rank(torch.zeros(2), None, 0.01) == unlike
