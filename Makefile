@@ -1,5 +1,5 @@
 # make          sets up .venv once      make test      the tests       make pretrain   a GPT on 4 processes
-# make lint     ruff and mypy           make test-all  every product (test-full: what test leaves out)   make pretrain-long   below gzip
+# make lint     ruff and mypy           make test-all  more of each product (test-full: what test leaves out; test-product: the rest)   make pretrain-long   below gzip
 # make docs     the documentation as a site in site/   make test-versions   other versions of torch
 SHELL := /bin/bash
 TORCH ?= torch==2.13.0
@@ -19,7 +19,7 @@ OPTIMIZER := --optimizer.lr 2e-3 --optimizer.min-lr 2e-4 --optimizer.lr-warmup-s
 LAYOUT ?= --parallel.tensor 2 --parallel.pipeline 2 --parallel.sequence-parallel --pipeline.schedule zb-v --training.micro-batch-size 4
 TORCHRUN := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node $(NPROC)
 
-.PHONY: setup test test-full test-all test-versions lint docs format pretrain pretrain-long benchmarks
+.PHONY: setup test test-full test-all test-product test-versions lint docs format pretrain pretrain-long benchmarks
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
@@ -33,7 +33,11 @@ test: $(STAMP)
 	$(PYTEST) -m "not full" --durations=10
 
 test-full: $(STAMP)
-	$(PYTEST) -m full --durations=10
+	$(PYTEST) -m "full and not product" --durations=10
+
+# the rest of the products of options, of which test-all runs a part: hours
+test-product: $(STAMP)
+	$(PYTEST) -m product --durations=10
 
 test-all: test test-full
 

@@ -328,9 +328,7 @@ class DataParallel(BesideModule, GradSync):
     @property
     def replicas(self) -> int:
         """What gradients are to be divided by for the mean over replicas."""
-        if self.averaged:
-            return 1
-        return self.ps.size("dp-cp")
+        return 1 if self.averaged else self.ps.size("dp-cp")
 
     @property
     def default_divisor(self) -> int:
@@ -352,6 +350,7 @@ class DataParallel(BesideModule, GradSync):
     def stepped(self) -> None:
         """An optimizer has used the gradients up: what arrives before `zero_grad` is dropped."""
         self._gradient_sums.phase = Phase.STEPPED
+        self._unsynced.stepped()
         self.copies.send()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -26,6 +26,17 @@ class Unsynced:
             if self._arrivals() > begin:
                 self._at_end = self._arrivals()
 
+    def stepped(self) -> None:
+        """An optimizer has used gradients, which this summed all the same."""
+        if self._arrivals() == self._at_end and not self._is_told:
+            self._is_told = True
+            warnings.warn(
+                "every backward of this step was inside of no_sync, after which DDP has gradients of each rank, and "
+                "the ranks go apart: here they were averaged over the data ranks, as in every step. For local steps "
+                "(DiLoCo) train a model that is not in DataParallel, and average its weights by torch.distributed",
+                stacklevel=6,
+            )
+
     def reading(self, sum_and_average: Callable[[], None]) -> Callable[[], None]:
         """`sum_and_average`, for who reads values of `p.grad`; a first read of what DDP has not summed is told."""
 

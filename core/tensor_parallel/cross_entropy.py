@@ -16,6 +16,7 @@ from core.autograd.gradients import no_second_derivative
 from core.autograd.graph import nodes_behind
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.parallel_state.layout import layout_of
+from core.parallel_state.value_range import check_range
 from core.tensor_parallel.mappings import check_group, outside_graphs
 
 # the linear that makes logits is the last function but for views or a conversion
@@ -215,7 +216,8 @@ def vocab_parallel_cross_entropy(
     the true vocabulary. With `inplace` the logits are overwritten (their gradient will be the same memory).
     Backward works once. Collectives over `group`: one all-gather of three
     numbers per token (and one all-reduce of one with smoothing).
-    Raises ValueError: shapes that disagree, a group that is none of ours.
+    Raises ValueError: shapes that disagree, a group that is none of ours, or none for a part of the columns; a label
+    that is no class.
     """
     if group is not None:
         check_group(group, "vocab_parallel_cross_entropy")
@@ -232,13 +234,25 @@ def vocab_parallel_cross_entropy(
 
 
 def _true_columns(logits: Tensor, ranks: int) -> int:
-    """All of them, or those of the table with padded rows (`VocabParallelEmbedding`'s, tied) that made them."""
+    """All of them, or those of the table with padded rows (`VocabParallelEmbedding`'s, tied) that made them.
+
+    Raises ValueError: the weight that made them is split, and nothing else is said to be.
+    """
     columns = logits.shape[-1] * ranks
     if not torch.compiler.is_compiling():
         for node in islice(nodes_behind([logits.grad_fn]), _LAST_NODES):
             table = getattr(node, "variable", None)
-            layout = layout_of(table) if table is not None else None
-            if layout is not None and layout.padding and layout.padded_shape()[0] == columns:
+            if table is None:
+                continue
+            layout = layout_of(table)
+            if ranks == 1 and "tp" in layout.split and table.shape[0] == columns:
+                whole = layout.padded_shape()[0]
+                if whole > columns:
+                    raise ValueError(
+                        f"vocab_parallel_cross_entropy has logits of {columns} columns, this tensor rank's part of "
+                        f"{whole}, and no group: give the third argument, group=place.group (Placement.of(ps).group)"
+                    )
+            if layout.padding and layout.padded_shape()[0] == columns:
                 return layout.shape[0]
     return columns
 
@@ -247,5 +261,7 @@ def _true_columns(logits: Tensor, ranks: int) -> int:
 def _loss(
     logits: Tensor, group: Group | None, labels: Tensor, vocab: int, smoothing: float, ignore: int
 ) -> Tensor:
+    if not torch.compiler.is_compiling():
+        check_range("labels", labels, vocab, ignored=ignore)
     loss: Tensor = _CrossEntropy.apply(logits, labels, group, vocab, smoothing, ignore)
     return loss

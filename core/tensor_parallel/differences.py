@@ -111,13 +111,33 @@ def follow_sums(output: Tensor, group: Group) -> None:
             node.register_prehook(partial(_compare_summed, group))
 
 
-@torch.no_grad()
-def _compare_summed(group: Group, gradients: tuple[Tensor | None, ...]) -> None:
-    if gradients[0] is None:
+def compare_copied(gradient: Tensor, group: Group) -> None:
+    """Tell, on all ranks, of a gradient behind `copy_to_tensor_region` that each rank has whole. One small all-gather
+    in the first backwards."""
+    if group.compared_copies == _COMPARED:
         return
-    numbers = all_gather(fingerprint(gradients[0])[None].contiguous(), group)
-    # they would differ in the last places only, if each rank computed them
-    if not numbers.any() or bool((numbers != numbers[0]).any()):
+    group.compared_copies += 1
+    if not _is_alike(gradient, group):
+        return
+    group.compared_copies = _COMPARED
+    warnings.warn(
+        f"copy_to_tensor_region got one gradient on all of tensor ranks {list(group.ranks)}, of "
+        f"{list(gradient.shape)}, and adds it up: gradients before it are {group.size} times too large. It stands "
+        "where ranks go on with parts of their own (F.linear with a column linear's weight); what goes on alike on "
+        "all of them (a whole head, a norm) takes x as it is",
+        stacklevel=3,
+    )
+
+
+@torch.no_grad()
+def _is_alike(gradient: Tensor, group: Group) -> bool:
+    """Whether it is the same on all ranks, and not zero: parts of a sum would differ, at least in the last places."""
+    numbers = all_gather(fingerprint(gradient)[None].contiguous(), group)
+    return bool(numbers.any()) and not bool((numbers != numbers[0]).any())
+
+
+def _compare_summed(group: Group, gradients: tuple[Tensor | None, ...]) -> None:
+    if gradients[0] is None or not _is_alike(gradients[0], group):
         return
     warnings.warn(
         f"torch's differentiable all-reduce over tensor ranks {list(group.ranks)} gets one gradient on all of them, "

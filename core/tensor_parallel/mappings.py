@@ -17,7 +17,7 @@ from core.autograd.gradients import has_main_grad, no_second_derivative
 from core.parallel_state import Layout, ParallelState, current_state, layout_of
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
 from core.parallel_state.layout import has_layout, set_layout, true_part
-from core.tensor_parallel.differences import compare_gradients
+from core.tensor_parallel.differences import compare_copied, compare_gradients
 from core.tensor_parallel.reduced_by_hand import ReducedByHand
 
 
@@ -86,6 +86,7 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
+        compare_copied(gradient, ctx.group)
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 

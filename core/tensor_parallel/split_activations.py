@@ -371,8 +371,10 @@ class SplitActivations(Follower):
         sum_ids = {id(x) for x in call.inputs if x.partial}
         tensors = [x for x in pytree.tree_leaves((call.args, call.kwargs)) if isinstance(x, Tensor)]
         others = [x for x in tensors if id(x) not in sum_ids]
+        # parts of two sums
+        is_product = name in split_names.PRODUCTS and len(tensors) > 1
         is_bounded = first.partial in _EXTREMES and name in _MONOTONE and not others
-        if not is_bounded and (others or name not in split_names.LINEAR):
+        if not is_bounded and (others or is_product or name not in split_names.LINEAR):
             self._tell(Finding("reduction", first.partial, tuple(first.shape), deferred=True))
         else:
             self.mark(result, None, first.partial)

@@ -77,7 +77,11 @@ def test_rows_of_tables_are_those_of_lines(tmp_path, chat_folder):
     """Fields that only some messages have are null in a table."""
     pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
     parquet = pytest.importorskip("pyarrow.parquet")
-    rows = [{"messages": TALK, "id": 1}, {"messages": [TALK[1], TALK[2] | {"name": "four"}], "id": 2}]
+    called = {"role": "assistant", "content": None, "name": "calls a tool"}
+    rows = [
+        {"messages": TALK, "id": 1},
+        {"messages": [TALK[1], called, TALK[1], TALK[2] | {"name": "four"}], "id": 2},
+    ]
     tokenizer = ("--tokenizer", str(chat_folder / "tokenizer.json"))
     expected = written(tmp_path, rows, *tokenizer)
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")

@@ -9,6 +9,7 @@ import pytest
 import tensorstore as ts
 
 from tests.dist_checkpointing import loops
+from tests.marks import PRODUCT
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +32,10 @@ def started(folder, count):
     return subprocess.Popen(command, cwd=ROOT, env=os.environ | checks, stdout=-1, stderr=-2, text=True)
 
 
-@pytest.mark.parametrize(("processes", "count"), [(1, 60), pytest.param(4, 1250, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("processes", "count"),
+    [(1, 60), pytest.param(4, 300, marks=pytest.mark.full), pytest.param(4, 1250, marks=PRODUCT)],
+)
 def test_thousands_of_times(tmp_path, processes, count):
     running = [started(tmp_path / str(i), count) for i in range(processes)]
     for process in running:

@@ -17,6 +17,7 @@ from core.dist_checkpointing.publish.check import check
 from core.dist_checkpointing.reading import stored
 from core.dist_checkpointing.storage.checkpoint_dir import open_checkpoint_dir
 from tests.dist_checkpointing.test_hostile_metadata import W, forged, put, saved  # noqa: F401
+from tests.marks import PRODUCT
 
 
 def own(change):
@@ -171,7 +172,7 @@ def mutated(value, rng):
         return value
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [40, pytest.param(250, marks=pytest.mark.full), pytest.param(1000, marks=PRODUCT)])
 def test_any_change_of_what_is_said(saved, tmp_path, count, capsys):  # noqa: F811
     """Of the root's zarr.json, of an array's in both places, of the manifest: never an exception of another kind."""
     rng, refusals = random.Random(count), 0

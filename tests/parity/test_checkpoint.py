@@ -16,6 +16,7 @@ from core.optimizer import OptimizerConfig
 from core.parallel_state import layout_of
 from core.parallel_state.modules import named_parameters, named_stacks
 from core.transformer import TransformerConfig
+from tests.marks import PRODUCT
 from tests.states import state
 from tests.twins.adamw import AdamW
 from tests.twins.per_parameter import PerParameterGradSync
@@ -204,7 +205,7 @@ def digest(directory):
         pytest.param(COVER, torch.bfloat16, True, id="cover-bf16-tied"),
         pytest.param(LAYOUTS, torch.bfloat16, True, id="bf16-tied", marks=pytest.mark.full),
         pytest.param(LAYOUTS, torch.float32, False, id="fp32-untied", marks=pytest.mark.full),
-        pytest.param(LAYOUTS, torch.bfloat16, False, id="bf16-untied", marks=pytest.mark.full),
+        pytest.param(LAYOUTS, torch.bfloat16, False, id="bf16-untied", marks=PRODUCT),
     ],
 )
 def test_every_layout_writes_the_same_bytes_and_reads_them(ranks, tmp_path, layouts, dtype, tied):

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from tests.marks import thinned
 from tests.parity.contexts import Case, compare
 
 WAYS = [("all_gather", None), ("p2p", None), ("a2a", None)]
@@ -70,7 +71,7 @@ def test_heads_inside_and_a_ring_outside_equal_one_process(ranks):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", thinned(range(3), every=3))
 @pytest.mark.parametrize("world", MESHES)
 def test_the_product_equals_one_process(ranks, world, part):
     cases = list(product(world))

@@ -1,5 +1,6 @@
 """Layers compiled inside stages: the same gradients under every schedule as eager code in one process."""
 
+import itertools
 import shutil
 from functools import cache
 
@@ -11,6 +12,7 @@ from core.parallel_state import ParallelState
 from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule import schedules as named
 from core.training import next_token_loss
+from tests.marks import thinned
 from tests.models.gpt import POSITIONS, VOCAB, batch, config
 from tests.parity.whole import assert_same
 from tests.states import state
@@ -70,8 +72,9 @@ def test_compiled_layers_inside_stages(ranks, schedule, recompute):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("recompute", ["none", "layer", "stage"])
-@pytest.mark.parametrize("schedule", list(named.NAMED))
+@pytest.mark.parametrize(
+    "schedule, recompute", thinned(list(itertools.product(named.NAMED, ["none", "layer", "stage"])), every=4)
+)
 def test_every_schedule_with_compiled_layers(ranks, schedule, recompute):
     ranks(compiled, schedule, recompute, "aot_eager", world=2)
 

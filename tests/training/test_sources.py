@@ -359,6 +359,14 @@ def test_python_files_and_flags_agree(data, path):
 
 
 @pytest.mark.full
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_python_files_and_flags_agree_on_two_hundred_runs(data, path):
+    agree(*described(data.draw), path)
+
+
+@pytest.mark.full
+@pytest.mark.product
 @settings(max_examples=1000, deadline=None)
 @given(data=st.data())
 def test_python_files_and_flags_agree_on_a_thousand_runs(data, path):

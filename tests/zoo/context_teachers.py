@@ -42,6 +42,24 @@ def taught_inside(target_of):
     return loss_of
 
 
+def distilled(loss_of_pair):
+    """A divergence from a teacher, of logits over a temperature of 2."""
+
+    def loss_of(program):
+        with torch.no_grad():
+            teacher = gpt("llama", parallel=program.ps)
+            out = teacher.gather_logits(teacher(program.rows["tokens"], program.rows["position_ids"]))
+        return loss_of_pair((program.logits() / 2).log_softmax(-1), (out / 2).log_softmax(-1)) / 40
+
+    return loss_of
+
+
+def confident(x, q):
+    """A mean weighted by the teacher's confidence."""
+    weights = q.exp().amax(-1)
+    return (weights * (q.exp() * (q - x)).sum(-1)).sum() / weights.sum()
+
+
 def normed(program, hidden):
     """Over time, as data2vec does."""
     return F.instance_norm(hidden.permute(1, 2, 0)).permute(2, 0, 1)
@@ -81,7 +99,31 @@ def energy(program, hidden):
     return hidden.square().mean((0, 1))
 
 
+HALVED = "divided by numbers only"
+TIMES = "times the context ranks, or a mean over tokens"
 CASES = [
+    Case(
+        "distillation by `kl_div(..., reduction='batchmean') * T * T`, T = 2",
+        by(distilled(lambda x, q: F.kl_div(x, q.exp(), reduction="batchmean") * 2.0 * 2.0)),
+        "told",
+        HALVED,
+        TIMES,
+    ),
+    Case(
+        "distillation, each sequence's sum and their mean",
+        by(distilled(lambda x, q: (q.exp() * (q - x)).sum((1, 2)).mean())),
+        "told",
+        HALVED,
+        TIMES,
+    ),
+    Case(
+        "distillation, weighted by the teacher's confidence over its own sum",
+        by(distilled(confident)),
+        "told",
+        "counts otherwise than the same sum of another",
+        SUMMED,
+    ),
+    Case("distillation, a mean over tokens", by(distilled(lambda x, q: (q.exp() * (q - x)).sum(-1).mean() * 2.0))),
     Case("a teacher's hidden states, normed over time (data2vec)", by(taught_inside(normed)), "told", TOLD, SUMMED),
     Case(
         "a teacher's logits less their mean over rows (DINO)",

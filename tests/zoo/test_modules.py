@@ -3,13 +3,14 @@
 import pytest
 import torch
 
+from tests.marks import thinned
 from tests.zoo.case import judge, observe
 from tests.zoo.modules import FAMILY, VARIATIONS, seen_apart
 
 COVER = [  # importing transformers takes as long as all of these
     (case, VARIATIONS[i % len(VARIATIONS)]) for i, case in enumerate(FAMILY.cases) if "Hugging Face" not in case.what
 ]
-REST = [(case, v) for case in FAMILY.cases for v in VARIATIONS if (case, v) not in COVER]
+REST = thinned([(case, v) for case in FAMILY.cases for v in VARIATIONS if (case, v) not in COVER], every=3)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.marks import thinned
 from tests.zoo.case import judge, observe
 from tests.zoo.split_model import LAYOUTS
 from tests.zoo.tools import CASES, FAMILY
@@ -18,6 +19,10 @@ def hold(ranks, cases, variation):
         judge(case, [rank[place] for rank in seen], variation)
 
 
+def _name(value):
+    return value if isinstance(value, str) else value.what
+
+
 @pytest.mark.parametrize("variation", FAMILY.variations, ids=str)
 @pytest.mark.parametrize("part", range(4))
 def test_some(ranks, part, variation):
@@ -27,7 +32,8 @@ def test_some(ranks, part, variation):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("variation", FAMILY.variations, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.what)
+@pytest.mark.parametrize(
+    "case, variation", thinned([(c, v) for v in FAMILY.variations for c in CASES], every=2), ids=_name
+)
 def test_all(ranks, case, variation):
     hold(ranks, [case], variation)

@@ -38,6 +38,12 @@ _ROW_WISE_NAMES = """
 _ROW_WISE = frozenset(_ROW_WISE_NAMES.split())
 _COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
 _TABLES = ("getitem", "index_select", "take")
+# an exact match: of each sequence, all rows
+_MATCHES = "a count of sequences that match in all"
+MATCH_REMEDY = (
+    "Take it over the ranks before it is counted: torch.distributed.all_reduce(is_match.int(), "
+    "op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_context_parallel_group())"
+)
 _COUNTS = ("bincount", "histc", "histogram", "searchsorted", "bucketize")
 REMEDY = (
     "Make weights, masks and shifted labels of whole sequences, before context_batch cuts the batch: it cuts tokens, "
@@ -48,6 +54,8 @@ REMEDY = (
 
 class _Teller(Protocol):
     def tell(self, what: str, remedy: str) -> None: ...
+
+    def tell_of_log(self, name: str, remedy: str) -> None: ...
 
 
 def is_of_batch(x: SplitTensor) -> bool:
@@ -108,6 +116,8 @@ class BatchRows(Follower):
             return
         if name in READS and not isinstance(result, Tensor):
             self._note_read(result)
+            if inputs[0].partial == _MATCHES:
+                self._owner.tell_of_log(f"{_MATCHES} of the", MATCH_REMEDY)
             return
         # what is made like it has values of its own
         if name.endswith("_like") or name.startswith("new_"):
@@ -220,13 +230,14 @@ class BatchRows(Follower):
             # of rows that were divided already, as of rows
             if numbers is not None and not (spans_rows and name in _ROW_WISE):
                 numbers = None
+        partial = _MATCHES if first.partial == "all" and name in ("sum", "mean") else first.partial
         for tensor in pytree.tree_leaves(call.result):
             if isinstance(tensor, Tensor):
                 axes = next((a for x in call.inputs if (a := _axes_like(x, tensor))), ())
                 kept = numbers
                 if against_zero:
                     kept = (tensor.detach().as_subclass(Tensor).double(),)
-                self._set(tensor, first.partial, axes, kept)
+                self._set(tensor, partial, axes, kept)
 
     def _change(
         self, tensor: Any, name: str, axes: Axes, numbers: tuple[Tensor, ...] | None = None

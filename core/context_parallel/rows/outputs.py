@@ -319,7 +319,8 @@ class Sums(Follower):
         place = self._count
         total = Total(rows, counts_of(of, result) if of is not None else frozenset({rows} - {0, 1}))
         total.kept = rows if of is None else of.detach().count_nonzero()
-        if rows and (self._is_loss or result.dim() == 0):
+        total.may_be_pooled = not self._is_loss and result.shape == self._shape[:1]
+        if rows and (self._is_loss or result.dim() == 0 or total.may_be_pooled):
             if self._judges_totals:
                 self._totals.append(total)
             self._mark_total(result, total)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.parallel_state.by_hand.split_names import LINEAR, kind_of
+
 TOTAL = (
     "a sum over rows, divided by numbers only"  # how such a sum, and what is made of it, is marked
 )
@@ -45,18 +47,28 @@ class Total:
     own_counts: frozenset[float] = frozenset()
     weight: Tensor | None = None
     unit: Tensor | None = None  # what one row would weigh in an executor's mean
-    knows_ranks: bool = (
-        False  # the program has thought of the ranks: what it divides by may be right
-    )
     kept: Tensor | float = 0.0
     divisor: Tensor | None = None
+    # it has a number for each sequence: a feature, if what follows is no loss
+    may_be_pooled: bool = False
+    # by a tensor, or by how many are summed here
+    is_divided: bool = False
+    _is_multiplied: bool = False  # by a number of ranks
     _is_over_all: bool = False
+
+    @property
+    def knows_ranks(self) -> bool:
+        """Whether the program has thought of the ranks: what it divides by may be right."""
+        return self.is_divided or self._is_multiplied
 
     def follow(self, name: str, args: tuple, rank_counts: tuple[int, ...]) -> None:
         """A function of it. A tensor may hold a sum over the ranks; a number of ranks undoes an average."""
         # a mean of sums of sequences, each over the number of all rows: no mean of rows
         if name == "mean" and self._is_over_all:
-            self.knows_ranks = False
+            self.is_divided = False
+        is_linear = name in LINEAR or kind_of(name) != "element"
+        if self.may_be_pooled and (name == "all_reduce" or not is_linear):
+            self.is_divided = True
         if name not in _PRODUCTS:
             return
         numbers = [x for x in args if not isinstance(x, Tensor)]
@@ -69,9 +81,14 @@ class Total:
         # numbers of sequences, as advantages, know nothing of ranks
         if "mul" in name and tensors and all(x.numel() > 1 for x in tensors):
             return
-        known = rank_counts if "mul" in name else self.own_counts
-        if not numbers or any(x in known for x in numbers):
-            self.knows_ranks = True
+        if not numbers:
+            self.is_divided = True
+        elif "mul" in name:
+            # once: the square of a temperature of 2 is no number of ranks
+            for _ in filter(rank_counts.__contains__, numbers):
+                self._is_multiplied = not self._is_multiplied
+        elif any(x in self.own_counts for x in numbers):
+            self.is_divided = True
 
 
 def weight_of_totals(totals: Sequence[Total], gradient: Tensor | None) -> Tensor | float:

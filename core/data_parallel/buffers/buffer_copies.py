@@ -29,8 +29,8 @@ class BufferCopies:
         # (key, module, name) of every dense buffer
         self._watched: list[tuple[Key, nn.Module, str]] = []
         for number, stage in enumerate(stages):
-            # sparse ones have no flat view to send
-            dense_ids = {id(b) for b in stage.buffers() if b.numel() and b.layout is torch.strided}
+            # sparse ones have no flat view to send; empty ones may be resized in the first forward
+            dense_ids = {id(b) for b in stage.buffers() if b.layout is torch.strided}
             for path, module in stage.named_modules():
                 own = getattr(module, "equal_buffers", ())
                 for name, buffer in module._buffers.items():
@@ -99,6 +99,8 @@ class BufferCopies:
         for same_dtype in by_dtype.values():
             # one message per dtype, sent as bytes: not every backend knows every dtype
             flat = torch.cat([buffer.contiguous().view(-1) for buffer in same_dtype])
+            if not flat.numel():
+                continue
             broadcast(flat.view(torch.uint8), self._group)
             if self._group.rank:
                 for tensor, values in zip(
@@ -109,14 +111,21 @@ class BufferCopies:
     def _agree(self, tensors: dict[Key, Tensor]) -> None:
         """Every rank may have run other branches: what one wrote, all send."""
         self._agreements += 1
-        local_writes = []
-        for key, tensor in tensors.items():
-            if not _is_unchanged(self._initial_values.get(key), tensor):
-                local_writes.append(key)
-        written: set[Key] = set()
-        for rank_writes in all_gather_objects(local_writes, self._group):
-            written.update(rank_writes)
-        self._written = sorted(written)
+        is_written = {
+            key: not _is_unchanged(self._initial_values.get(key), tensor)
+            for key, tensor in tensors.items()
+        }
+        sizes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        of_ranks = all_gather_objects((is_written, sizes), self._group)
+        written = {
+            key for rank_written, _ in of_ranks for key, is_one in rank_written.items() if is_one
+        }
+        # what has another size on another rank cannot be sent
+        self._written = [
+            key
+            for key in sorted(written)
+            if all(rank_sizes.get(key) == of_ranks[0][1].get(key) for _, rank_sizes in of_ranks)
+        ]
         if self._agreements == 2:
             self._initial_values = {}
             for key, tensor in tensors.items():

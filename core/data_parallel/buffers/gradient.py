@@ -276,7 +276,7 @@ class BucketGradient(Tensor):
         slots = [leaf.slot for leaf in ours]
         if func not in ZEROES and func not in NORMS:
             slots[0].sums.zeroed_by_hand.difference_update(slots)
-        slots[0].request_values()
+        request_all(slots)
 
         # Elementwise changes by numbers run on each rank's elements; anything else gets full gradients.
         local = (func in ELEMENTWISE and only_scalars_beside(leaves, cls)) or func is UNSCALE
@@ -293,11 +293,11 @@ class BucketGradient(Tensor):
             warn_of_scaling(slots[0].buffer.ps.size("pp"))
 
         if local:
-            changes = ours[0].slot.sums.changes
-            changes.add_call(str(func), [slot.place for slot in slots])
-            for leaf in leaves:
-                if type(leaf) is not cls and isinstance(leaf, (Tensor, int, float)):
-                    changes.add(leaf)
+            for changes in {slot.sums.changes: None for slot in slots}:
+                changes.add_call(str(func), [slot.place for slot in slots])
+                for leaf in leaves:
+                    if type(leaf) is not cls and isinstance(leaf, (Tensor, int, float)):
+                        changes.add(leaf)
         if not local:
             fetch_all(slots)
         plain_of = {id(leaf): leaf.slot.local_gradient() for leaf in ours}
@@ -323,6 +323,12 @@ def slot_of(parameter: Tensor) -> ParameterSlot | None:
     return None
 
 
+def request_all(slots: Iterable[ParameterSlot]) -> None:
+    """`request_values` of the model, or models (an actor and a critic), that these are of."""
+    for slot in {id(slot.sums): slot for slot in slots}.values():
+        slot.request_values()
+
+
 def meet(slots: Sequence[ParameterSlot], function: str) -> None:
     """Before a function that asks other ranks for parts of gradients: all ranks must be about to call it.
 
@@ -345,14 +351,14 @@ def fetch_all(slots: Iterable[ParameterSlot]) -> None:
         if slot.fetched is None:
             buffer = slot.buffer
             parameter = slot.parameter
-            if buffer.number not in flat_of:
+            if id(buffer) not in flat_of:
                 divided = slot.divided_now
                 if divided:
-                    flat_of[buffer.number] = all_gather(buffer.own_gradients, buffer.ranks)
+                    flat_of[id(buffer)] = all_gather(buffer.own_gradients, buffer.ranks)
                 else:
-                    flat_of[buffer.number] = buffer.gradients
+                    flat_of[id(buffer)] = buffer.gradients
             lies_at = buffer.bucket.slots[slot.index]
-            full = flat_of[buffer.number][lies_at.start : lies_at.stop].view(tuple(parameter.shape))
+            full = flat_of[id(buffer)][lies_at.start : lies_at.stop].view(tuple(parameter.shape))
             slot.fetched = full.to(parameter.dtype, copy=True)
 
 

@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+
+from core.parallel_state.collectives.checks import checksum
 
 # to a parameter's memory: its tensor's, and that of the Python object we ask
 _OWN_REFERENCES = 2
@@ -42,6 +45,44 @@ class KeptMemory:
                 "to stay",
                 stacklevel=4,
             )
+
+
+class ReplacedData:
+    """Remembers, weakly, the tensors that a program put in the place of parameters' data, by name.
+
+    Their values were copied into the bucket; in torch they are the weights themselves from then on.
+    """
+
+    def __init__(self) -> None:
+        # who has the memory, as what, and the values that were copied
+        self._held: dict[str, tuple[StorageWeakRef, Tensor, int]] = {}
+
+    def add(self, name: str, data: Tensor) -> None:
+        """`data` was copied, and is let go of."""
+        shape_only = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device="meta")
+        where = shape_only.as_strided(data.shape, data.stride(), data.storage_offset())
+        self._held[name] = StorageWeakRef(data.untyped_storage()), where, int(checksum(data))
+
+    def look(self) -> None:
+        """Before an update: warns if somebody who still holds one has written to it since."""
+        for name, (reference, where, values) in list(self._held.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                del self._held[name]
+                continue
+            data = torch.empty(0, dtype=where.dtype, device=storage.device)
+            data.set_(storage, where.storage_offset(), where.shape, where.stride())
+            if int(checksum(data)) != values:
+                self._held = {}
+                warnings.warn(
+                    f"{name}: the tensor that was put in the place of its data (p.data = x) was written to since, "
+                    "by whoever holds it (a flat vector of all weights, another parameter's data, a model's twin): "
+                    "its values of then were copied into DataParallel's buckets, and no later ones reach them. "
+                    "Write p.copy_(x) under no_grad each time; tie two weights as one Parameter, before DataParallel "
+                    "is made",
+                    stacklevel=5,
+                )
+                return
 
 
 def _is_there(reference: Any) -> bool:

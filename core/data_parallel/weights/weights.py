@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.data_parallel.weights.freed import FreedParameter, GatheredParameter, set_data
+from core.data_parallel.weights.kept import ReplacedData
 from core.parallel_state.collectives import Group, own_part, start_gather_parts
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.ops import PendingCollective
@@ -108,6 +109,7 @@ class Weights:
         self.loan_warnings: list[str] = []
         self.weights = flat[slice(*self.updated_interval)]
         self.gathered = True
+        self._replaced = ReplacedData()
         # whether `take_weights` found anything that the program wrote since the last step
         self.written = False
         # Stage 3: of what a unit's own forward wrote into its weights (`max_norm`) since the last step
@@ -260,11 +262,13 @@ class Weights:
         self.written = False
         if not self.gathered:
             return
+        self._replaced.look()
         self.written = self.lent or self.unsharded or self.data_was_read
         versions = 0
-        for parameter, view in zip(self.parameters, self._full_weights, strict=True):
+        slots = self.bucket.slots
+        for slot, parameter, view in zip(slots, self.parameters, self._full_weights, strict=True):
             if parameter.data_ptr() != view.data_ptr():
-                self._adopt_data(parameter, view)
+                self._adopt_data(parameter, view, slot.name)
                 self.written = True
             versions += parameter._version
         if self.stage < 3:
@@ -297,12 +301,13 @@ class Weights:
         """All of them, without the padding, where they are `whole_for_program`: 1-D."""
         return self._storage.flat[: self.bucket.slots[-1].stop]
 
-    def _adopt_data(self, parameter: Parameter, view: Tensor) -> None:
+    def _adopt_data(self, parameter: Parameter, view: Tensor, name: str) -> None:
         data = parameter.detach()
         if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
             self.refuse_moved()
         view.copy_(data)
         set_data(parameter, view)
+        self._replaced.add(name, data)
 
     def refuse_moved(self) -> NoReturn:
         """Raise ValueError: parameters are no views of the buffer any more, and cannot become views again."""

@@ -67,9 +67,17 @@ def _batches(source: TextSource) -> Iterator[tuple[list[dict[str, Any]], float]]
 
 
 def _without_nulls(value: Any) -> Any:
-    """Columns give every message every field; what a row lacks is null there, and absent in JSON lines."""
+    """Columns give every message every field; what a row lacks is null there, and absent in JSON lines.
+
+    But for the content of a message, which is null beside tool calls.
+    """
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        kept = {"content"} if "role" in value else set()
+        return {
+            key: _without_nulls(item)
+            for key, item in value.items()
+            if item is not None or key in kept
+        }
     if isinstance(value, list):
         return [_without_nulls(item) for item in value]
     return value

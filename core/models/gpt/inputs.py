@@ -8,37 +8,12 @@ from torch import Tensor
 
 from core.parallel_state import ContextRows, ParallelState
 from core.parallel_state.collectives import Group, all_gather, all_gather_objects
-from core.parallel_state.environment import reading_waits
+from core.parallel_state.value_range import check_range
 
 # bytes of a message that context ranks tell each other
 _TOLD = 512
 # labels by which it can be said that none is shifted
 _FEWEST = 4
-
-
-def _check_range(name: str, values: Tensor, size: int, *, ignored: int | None = None) -> None:
-    """Every value in [0, size), or equal to `ignored`: tables and losses would take some others silently."""
-    if values.numel() == 0 or values.is_meta or torch.compiler.is_exporting():
-        return
-    if reading_waits(values.device):
-        is_valid = (values >= 0) & (values < size)
-        if ignored is not None:
-            is_valid |= values == ignored
-        torch._assert_async(is_valid.all(), f"{name} out of range")
-        return
-    lowest, highest = torch.aminmax(values)
-    if lowest >= 0 and highest < size:
-        return
-    # ignored labels (-100) are below 0: only now, on the way to an error, are they told apart
-    invalid = values[(values < 0) | (values >= size)]
-    if ignored is not None:
-        invalid = invalid[invalid != ignored]
-    if invalid.numel():
-        if ignored is None:
-            second_value = ""
-        else:
-            second_value = f", or {ignored} to leave a token out"
-        raise ValueError(f"{name} holds {int(invalid[0])}, valid are 0 to {size - 1}{second_value}")
 
 
 def one_of_two(name: str, value: Tensor | None, other: str, second_value: Tensor | None) -> Tensor:
@@ -56,9 +31,9 @@ def check_values(
 ) -> None:
     """Raise ValueError for a position or label out of range."""
     if position_ids is not None:
-        _check_range("position_ids", position_ids, positions)
+        check_range("position_ids", position_ids, positions)
     if labels is not None:
-        _check_range("labels", labels, vocab_size, ignored=-100)
+        check_range("labels", labels, vocab_size, ignored=-100)
 
 
 def check_tokens(tokens: Tensor, vocab_size: int) -> None:
@@ -80,7 +55,7 @@ def check_tokens(tokens: Tensor, vocab_size: int) -> None:
         raise ValueError(
             f"tokens must be [b, s], got {tuple(tokens.shape)}; one sequence is tokens[None]"
         )
-    _check_range("tokens", tokens, vocab_size)
+    check_range("tokens", tokens, vocab_size)
 
 
 def _are_unshifted(tokens: Tensor, labels: Tensor) -> bool:

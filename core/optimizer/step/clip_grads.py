@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from core.autograd import has_main_grad
-from core.data_parallel.buffers.gradient import ParameterSlot, meet, slot_of
+from core.data_parallel.buffers.gradient import ParameterSlot, meet, request_all, slot_of
 from core.data_parallel.buffers.norms import global_norms
 from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
 from core.optimizer.step.step_stats import CLIP_EPS
@@ -54,7 +54,7 @@ def _slots_of(parameters: Sequence[Tensor]) -> list[ParameterSlot]:
             f"the gradients of {len(parameters)} parameters lie in main_grad, which another object sums; clip by "
             "what made it: OptimizerConfig(clip_grad=...) for a DataParallel"
         )
-    if slots and slots[0].sums.has_executor:
+    if any(slot.sums.has_executor for slot in slots):
         raise ValueError(
             f"the gradients of these {len(slots)} parameters are an executor's sums over tokens, which the step "
             "divides by num_tokens: a norm of them is not that of the model; use OptimizerConfig(clip_grad=...), and "
@@ -108,7 +108,7 @@ def get_grad_norm(
 def _norm_in_buckets(slots: Sequence[ParameterSlot], order: float) -> Tensor:
     """The norm of averaged gradients in buckets: each rank's elements, then over the ranks that share them."""
     ps = slots[0].buffer.ps
-    slots[0].request_values()
+    request_all(slots)
     with_gradient = [slot for slot in slots if slot.parameter.grad is not None]
     meet(with_gradient, f"a norm of order {order}")
     # of a table tied over the pipeline's ends one rank's

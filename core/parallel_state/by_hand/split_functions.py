@@ -59,8 +59,7 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     shape = tuple(x.shape)
     if not split_axes.is_split(axes):
         return None
-    # normal_ draws as normal does
-    name = name.rstrip("_")
+    name = name.rstrip("_")  # normal_ draws as normal does
     kind = kind_of(name)
     if kind == "exit":
         return Finding("exit", name, shape)
@@ -89,7 +88,8 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
         product = _multiplied("matmul", args[1:3], {}, axes, result)
         # each rank would add the first to its part of the sum
         return Finding("reduction", name, shape) if isinstance(product, str) else product
-    if kind == "vectors" and any(split_axes.is_split(_axes(t), [-1]) for t in args[:2]):
+    is_summed = kind == "vectors" and any(split_axes.is_split(_axes(t), [-1]) for t in args[:2])
+    if is_summed or kind == "count":
         return name
     if kind == "window":
         found = split_windows.windowed(name, args, kwargs, axes, result)
@@ -212,7 +212,11 @@ def _reduced(
             # as a softmax over keys: nothing is reduced
             followed.append((tensor, axes))
         else:
-            followed.append((tensor, split_axes.without(axes, dims, keepdim=keepdim)))
+            left = split_axes.without(axes, dims, keepdim=keepdim)
+            if keepdim:  # the k largest are a dim of k
+                sizes = split_axes.plain(tensor.shape)
+                left = tuple(own or size for own, size in zip(left, sizes, strict=True))
+            followed.append((tensor, left))
     return followed
 
 

@@ -17,7 +17,7 @@ _REDUCTIONS = {
     (1, -1): "sort argsort logcumsumexp cummax cummin",
     (2, 1): "normalize cosine_similarity",
     (99, None): """
-        mse_loss l1_loss smooth_l1_loss huber_loss kl_div histc renorm dist cdist binary_cross_entropy
+        mse_loss l1_loss smooth_l1_loss huber_loss kl_div renorm dist cdist binary_cross_entropy
         binary_cross_entropy_with_logits fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fft2 fft_ifft2 fft_rfft2
         fft_irfft2 take masked_scatter
     """,
@@ -35,6 +35,7 @@ _KINDS = {
     "product": "matmul mm bmm linear einsum conv1d conv2d conv3d inner",
     "added": "addmm addmv baddbmm addbmm",
     "vectors": "dot vdot mv",
+    "count": "bincount histc histogram",
     "cut": "chunk split tensor_split split_with_sizes unbind getitem setitem narrow select index_select glu",
     "permutation": "transpose swapaxes swapdims permute movedim moveaxis t T mT adjoint H mH",
     "view": "view reshape flatten unflatten squeeze view_as reshape_as ravel",
@@ -49,6 +50,8 @@ _KINDS = {
     "scatter": "scatter_add index_add scatter_reduce index_reduce index_put put",
 }
 LINEAR = frozenset(_LINEAR.split())
+# linear in each of two, not in both
+PRODUCTS = frozenset(["mul", "imul", "div", "truediv", "itruediv"])
 KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split()}
 DIMS_OF: dict[str, tuple[int, int | None]] = {name: (1, None) for name in _SUMS.split()}
 for _place, _names in _REDUCTIONS.items():

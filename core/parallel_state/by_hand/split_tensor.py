@@ -51,7 +51,9 @@ class SplitTensor(ListenedTensor):
                     unmark(args[0])  # it is of all ranks now
                 return func(*args, **kwargs)
             inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, SplitTensor)]
-            seen_by = inputs[0].seen_by() if inputs else None
+            # beside what a teacher made, whose follower waits for no backward
+            source = next((x for x in inputs if x.requires_grad), inputs[0] if inputs else None)
+            seen_by = source.seen_by() if source is not None else None
             if seen_by is None or torch._C._are_functorch_transforms_active():
                 return func(*args, **kwargs)
             name = function_name(func)

@@ -75,6 +75,8 @@ class Group:
     under_way: set[Any] = field(default_factory=set)
     # gradients of gathered columns that were compared; the first ones are
     compared: int = 0
+    # and gradients that were summed behind `copy_to_tensor_region`
+    compared_copies: int = 0
     # of tensor ranks: what watches a program's own sums over them
     reduced_by_hand: Any = None
 

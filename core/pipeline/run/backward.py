@@ -6,7 +6,7 @@ The executor runs these functions for every microbatch, and users may call them 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,18 @@ def _check_output_gradient(index: int, output: Tensor | GradientEdge, gradient: 
         )
 
 
-def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
+def _check_leaves(inputs: Sequence[Any]) -> None:
+    for index, leaf in enumerate(inputs):
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not leaf.is_leaf:
+            raise ValueError(
+                f"input {index} of shape {tuple(leaf.shape)} was computed from other tensors (1 graph for 2 "
+                "stages); give the stage x.detach().requires_grad_()"
+            )
+
+
+def stage_backward_input(
+    outputs: Any, output_grads: Any, inputs: Any, *, adds: bool = False
+) -> Any:
     """I: returns the gradients of `inputs`, in their nesting, None where there is none; the graph is freed.
 
     outputs: any nesting of tensors and gradient edges (`torch.autograd.graph.get_gradient_edge`, which keeps the
@@ -80,6 +91,7 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
     loss of one number.
     inputs: any nesting of what the stage was called with. Deferred weight gradients wait in the bag that forward
     saw; all others are in `main_grad` or `.grad` when this returns. No input keeps a `.grad`.
+    adds: to the `.grad` that inputs have, of a `loss.backward()` inside of the stage's forward.
     Raises ValueError: a gradient of another shape or dtype than its output, another number of gradients than
     of outputs, an output without gradient that is no loss, an input that is not a leaf.
     """
@@ -107,14 +119,10 @@ def stage_backward_input(outputs: Any, output_grads: Any, inputs: Any) -> Any:
         leaves, nesting = inputs, None
     else:
         leaves, nesting = pytree.tree_flatten(inputs)
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            if not leaf.is_leaf:
-                raise ValueError(
-                    f"input {index} of shape {tuple(leaf.shape)} was computed from other tensors (1 graph for 2 "
-                    "stages); give the stage x.detach().requires_grad_()"
-                )
-            # autograd would add to what an earlier use left there
+    _check_leaves(leaves)
+    for leaf in leaves:
+        # autograd would add to what an earlier use left there
+        if isinstance(leaf, Tensor) and leaf.requires_grad and not adds:
             leaf.grad = None
 
     if roots:

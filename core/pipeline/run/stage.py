@@ -19,6 +19,7 @@ from core.autograd.recomputation.notes import Notes
 from core.autograd.recomputation.policy import check_keeps
 from core.parallel_state.random import generators_of
 from core.pipeline.run.backward import stage_backward_input, stage_backward_weight
+from core.pipeline.run.checks.backward_inside import refuse_backward
 from core.pipeline.run.messages.boundary import check_leaf, flatten, graphless_view, tree_map
 from core.pipeline.run.microbatch import MicrobatchState, StepContext
 from core.pipeline.run.shared_memory import InputWrites, NewGradients, write_counts
@@ -158,11 +159,7 @@ class Stage:
             return input_leaves[-1]
 
         if step.training:
-            # the common case, without pytree
-            if isinstance(received, Tensor):
-                received = make_leaf(received)
-            else:
-                received = tree_map(make_leaf, received)
+            received = tree_map(make_leaf, received)
         bag = WeightGradBag(compiled=self._has_compiled_code, open=False)
         state = MicrobatchState(received, input_leaves, step.first_microbatch + microbatch, bag)
 
@@ -178,7 +175,9 @@ class Stage:
         wants_unknown = will_recompute and not self.last and self._outputs_want_grad is None
         with_graph = keep_graph or (wants_unknown and not self._recall_wants(received))
         noting = state.notes.first_run() if state.notes is not None else nullcontext()
-        with torch.set_grad_enabled(with_graph), noting:
+        is_run_again = with_graph and will_recompute
+        once = refuse_backward(self.parameters, self.index) if is_run_again else nullcontext()
+        with torch.set_grad_enabled(with_graph), noting, once:
             output = self._call(microbatch, state, step, will_recompute=will_recompute)
         if not step.training:
             return self._evaluation_output(output, step)
@@ -368,16 +367,17 @@ class Stage:
         )
         state.bag.open = True
         with without_autocast(self.device):
-            gradients = stage_backward_input(state.output_edges, output_grads, state.input_leaves)
+            gradients = stage_backward_input(
+                state.output_edges, output_grads, state.input_leaves, adds=True
+            )
         state.bag.open = False
         self.context.release()
         step.sync.after_input_grad(self.module, state.bag.parameters())
 
-        input_grads = []
-        for leaf, gradient in zip(state.input_leaves, gradients, strict=True):
-            if gradient is None:
-                gradient = torch.zeros_like(leaf)
-            input_grads.append(gradient)
+        input_grads = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(state.input_leaves, gradients, strict=True)
+        ]
         self._new_gradients.unshare([*state.bag.tensors(), *input_grads])
         # the graph is gone; until W only the bag is needed
         state.received = None

@@ -1,5 +1,5 @@
 """What a loop written for one process does by hand between a pipeline's steps: arithmetic with the weights and
-gradients of one rank's stages, updates of some ranks' weights only."""
+gradients of one rank's stages."""
 
 import math
 import warnings
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
-from core.parallel_state.state import ParallelState
 
 # steps between two looks at an accelerator's numbers: each look waits for it
 READ_EVERY = 64
@@ -126,51 +125,3 @@ class StageNumbers:
         one_of_each = [*factors] if len(factors) == 1 else [math.nan]
         one_of_each += [*self._thresholds] if len(self._thresholds) == 1 else [math.nan]
         return torch.tensor(one_of_each, dtype=torch.float64, device=device)
-
-
-class SkippedUpdateWatch:
-    """Finds an optimizer's step that some ranks made and others did not.
-
-    Each rank's decision (its own loss, infinities in its own gradients) would leave one model of two ages. Whether
-    this rank's weights were written since the last step travels with the step's result.
-    """
-
-    def __init__(self, ps: ParallelState, modules: Sequence[nn.Module]) -> None:
-        self._ps = ps
-        self._modules = modules
-        self._has_warned = False
-        # of the trainable parameters, when the last step ended
-        self._versions: list[int] | None = None
-        self._step = 0
-        self._sums = torch.zeros(2, dtype=torch.float64, device=ps.device)
-        self._differed = torch.zeros((), dtype=torch.bool, device=ps.device)
-
-    def with_numbers(self, total: Tensor) -> Tensor:
-        """float64 [n] -> [n + 2], to be summed over all ranks: whose weights were updated, whose could have been."""
-        before = self._versions
-        self._versions = [p._version for p in self._trainable()]
-        numbers = torch.zeros_like(self._sums)
-        if before and len(before) == len(self._versions):
-            numbers[0].fill_(float(before != self._versions))
-            numbers[1].fill_(1.0)
-        return torch.cat((total, numbers))
-
-    def look(self, sums: Tensor) -> None:
-        """Warns, once, on every rank. sums: [2], over all ranks."""
-        self._step += 1
-        updated, trainable = sums
-        self._differed |= (updated > 0) & (updated < trainable)
-        reads = self._ps.device.type == "cpu" or self._step % READ_EVERY == 0
-        if reads and not self._has_warned and self._differed:
-            self._has_warned = True
-            warnings.warn(
-                f"step {self._step}: since the step before, weights were updated on some ranks and not on others "
-                f"({int(updated)} of {int(trainable)} now): the model's stages are of different ages. Whether to "
-                "step must be decided by what all ranks share (the step's result, core.optimizer.GradScaler, "
-                "core.optimizer.get_grad_norm), not by one rank's own. Of stages that are not trained on purpose: "
-                "requires_grad_(False)",
-                stacklevel=4,
-            )
-
-    def _trainable(self) -> list[Tensor]:
-        return [p for module in self._modules for p in module.parameters() if p.requires_grad]

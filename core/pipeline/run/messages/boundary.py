@@ -70,6 +70,9 @@ def flatten(value: Any) -> tuple[list[Any], Any]:
 
 def tree_map(function: Callable[[Any], Any], value: Any) -> Any:
     """`function` of every leaf, in the nesting of `value`."""
+    # the common case, without pytree
+    if isinstance(value, Tensor):
+        return function(value)
     leaves, nesting = flatten(value)
     return pytree.tree_unflatten([function(leaf) for leaf in leaves], nesting)
 

@@ -1,0 +1,121 @@
+"""Updates that some of a pipeline's ranks made and others did not, or by other rates: each rank's own decisions.
+
+What a program collects in `loss_fn` (losses, correct answers) is on the last stage's ranks only; a rate, a skipped
+update or an early end that it makes of that leaves one model of stages that were trained differently.
+"""
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from core.parallel_state.optimizer_steps import before_optimizer_steps
+from core.parallel_state.state import ParallelState
+from core.pipeline.run.checks.by_hand import READ_EVERY
+
+# ranks: whose weights were written, could be; with an optimizer's step, that could; with a rate, its change, squared
+_NUMBERS = 7
+_SHARED = "the step's result, core.optimizer.GradScaler, core.optimizer.get_grad_norm"
+
+
+class UpdateWatch:
+    """Finds an optimizer's step that some ranks made and others did not, or that was made by another rate.
+
+    Whether this rank's weights were written since the last step, and by what its rate has changed, travels with the
+    step's result. compares_writes: of weights in place, which a `grad_sync` makes itself.
+    """
+
+    def __init__(
+        self, ps: ParallelState, modules: Sequence[nn.Module], *, compares_writes: bool = True
+    ) -> None:
+        self._ps = ps
+        self._modules = modules
+        self._compares_writes = compares_writes
+        self._has_warned = False
+        # of the trainable parameters, when the last step ended
+        self._versions: list[int] | None = None
+        self._step = 0
+        self._sums = torch.zeros(_NUMBERS, dtype=torch.float64, device=ps.device)
+        self._differed = torch.zeros(2, dtype=torch.bool, device=ps.device)
+        # of the first parameters of each optimizer
+        self._rates: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
+        # since the last step: an optimizer's step, and the log of the factor by which its rate has changed
+        self._has_stepped = False
+        self._change: float | None = None
+        before_optimizer_steps(self._note)
+
+    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        own = {id(p) for p in self._trainable()}
+        groups = [g for g in optimizer.param_groups if any(id(p) in own for p in g["params"])]
+        if not groups:
+            return
+        self._has_stepped = True
+        rate = groups[0].get("lr")
+        before = self._rates.get(optimizer)
+        # a rate on a device would have to be waited for
+        if not isinstance(rate, (int, float)):
+            return
+        self._rates[optimizer] = float(rate)
+        # rates by depth differ between stages, what a schedule makes of them does not
+        if before and rate > 0:
+            self._change = math.log(rate / before) + (self._change or 0.0)
+
+    def with_numbers(self, total: Tensor) -> Tensor:
+        """float64 [n] -> [n + 7], to be summed over all ranks."""
+        before = self._versions
+        self._versions = [p._version for p in self._trainable()]
+        written: tuple[float, float] = (0.0, 0.0)
+        if self._compares_writes and before and len(before) == len(self._versions):
+            written = (float(before != self._versions), 1.0)
+        change = self._change or 0.0
+        numbers = [
+            *written,
+            float(self._has_stepped),
+            float(bool(self._versions)),
+            float(self._change is not None),
+            change,
+            change * change,
+        ]
+        self._has_stepped, self._change = False, None
+        return torch.cat((total, total.new_tensor(numbers)))
+
+    def look(self, sums: Tensor) -> None:
+        """Warns, once, on every rank. sums: [7], over all ranks."""
+        self._step += 1
+        updated, trainable, stepped, could_step, count, change, squares = sums
+        differ = (updated > 0) & (updated < trainable)
+        differ |= (stepped > 0) & (stepped < could_step)
+        # ranks without a change that others have, or with another
+        other_rate = count * squares - change * change > 1e-9 * count * squares
+        self._differed |= torch.stack((differ, other_rate))
+        reads = self._ps.device.type == "cpu" or self._step % READ_EVERY == 0
+        if not reads or self._has_warned or not self._differed.any():
+            return
+        self._has_warned = True
+        if self._differed[0]:
+            made, possible = (
+                (updated, trainable) if 0 < updated < trainable else (stepped, could_step)
+            )
+            warnings.warn(
+                f"step {self._step}: since the step before, weights were updated on some ranks and not on others "
+                f"({int(made)} of {int(possible)} now): the model's stages are of different ages. Whether to "
+                f"step must be decided by what all ranks share ({_SHARED}), not by one rank's own, as what loss_fn "
+                "collects on the last stage. Of stages that are not trained on purpose: requires_grad_(False)",
+                stacklevel=4,
+            )
+            return
+        warnings.warn(
+            f"step {self._step}: since the step before, the learning rate was changed by another factor on some of "
+            f"the {int(count)} ranks than on others: one model's stages are trained by different schedules. A rate "
+            f"must be made of what all ranks share ({_SHARED}), not by one rank's own: what loss_fn collects is on "
+            "the last stage only",
+            stacklevel=4,
+        )
+
+    def _trainable(self) -> list[Tensor]:
+        return [p for module in self._modules for p in module.parameters() if p.requires_grad]
