@@ -1,5 +1,7 @@
 """A run that begins with a checkpoint's weights; one that goes on with other data, batches or another optimizer."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from core.dist_checkpointing.reading.loading import open_stored
 from core.parallel_state import layout_of
 from core.training import RunConfig, initialize
 from core.training.config.sources import merge
-from core.training.model.begin import begin
+from core.training.model import weights
+from core.training.model.begin import began_as, begin
 from core.training.resume.batch_plan import BatchPlan
 from tests.parity.whole import assembled
 from tests.states import state
@@ -282,3 +285,31 @@ def test_weights_for_a_module_of_ones_own(tmp_path):
         ValueError, match=r"given a model, and the run says model\.huggingface=hf, .* 2 models for one"
     ):
         fitted({"model.huggingface": "hf"})
+
+
+def test_a_run_s_file_says_the_model_of_its_weights(made, base, tmp_path):
+    """Who evaluates the run, or gives its file again, may not have the weights that it began with."""
+    flags = ["--checkpoint.weights", base["gpt2"], "--data.train", str(made), "--model.attention-dropout", "0.0"]
+    loaded = merge(flags).loaded()
+    path = tmp_path / "run.toml"
+    loaded.to_toml(path)
+    found, stored = RunConfig.from_toml(path).flat(), open_stored(base["gpt2"]).run["settings"]
+    for name in ("model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.style"):
+        assert found[name] == loaded.run.flat()[name] == stored[name], name
+
+
+@pytest.mark.parametrize(
+    "said, form",
+    [
+        ({}, None),
+        ({"began_as": {"huggingface": "hf"}}, "hf"),
+        ({"began_as": {"weights": "w", "form": "hf"}}, "hf"),
+        ({"began_as": {"weights": "w"}}, None),
+        ({"imported": {"folder": "hf"}}, "hf"),
+    ],
+)
+def test_weights_keep_the_form_of_the_folder_that_they_began_as(monkeypatch, made, said, form):
+    """So that a run of two stages (SFT, then DPO) is exported with the folder's template and special tokens."""
+    monkeypatch.setattr(weights, "open_stored", lambda url: SimpleNamespace(run=said))
+    config = RunConfig.from_dict(fields_of(made, checkpoint__weights="some/where"))
+    assert began_as(config) == {"weights": "some/where"} | ({} if form is None else {"form": form})

@@ -17,7 +17,7 @@ from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.families import FAMILIES
 from core.models.huggingface.family.others import OTHERS
 from core.models.huggingface.importing import MODEL, import_huggingface
-from core.models.huggingface.origin import began_as, origin
+from core.models.huggingface.origin import folder_of_form, origin
 from core.models.huggingface.sources import Folder
 from core.models.lora.peft_folder import export_adapters
 
@@ -91,7 +91,7 @@ def _say_origin(run: Mapping[str, Any]) -> None:
         )
         return
     imported: Any = run.get("imported") or {}
-    if name := began_as(run) or imported.get("folder"):
+    if name := folder_of_form(run) or imported.get("folder"):
         say(
             f"the model began as {name}: with --source its other fields (special tokens, the longest sequence) and "
             "files come along"

@@ -16,13 +16,20 @@ def began_as(run: Mapping[str, Any]) -> str | None:
     return folder
 
 
+def folder_of_form(run: Mapping[str, Any]) -> str | None:
+    """The same, also of a run that began with weights of another one, which began as that folder."""
+    found: Any = run.get("began_as") or {}
+    folder: str | None = found.get("huggingface") or found.get("form")
+    return folder
+
+
 def origin(run: Mapping[str, Any]) -> tuple[Path | None, str]:
     """(the folder that the run began as, ""), or (None, why it cannot be asked, which is empty where there was none).
 
     run: what a checkpoint's manifest says of it. A folder of another model, or with another tokenizer than the
     run's, is not it.
     """
-    given = began_as(run)
+    given = folder_of_form(run)
     if given is None:
         return None, ""
     folder = Path(given).expanduser()

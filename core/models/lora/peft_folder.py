@@ -22,7 +22,7 @@ from core.dist_checkpointing.tools.safetensors_files import (
 from core.models.gpt.gpt_model import GPTModel
 from core.models.gpt.layer_numbers import stack_of
 from core.models.huggingface.matching import matching_architectures
-from core.models.huggingface.origin import began_as
+from core.models.huggingface.origin import began_as, folder_of_form
 from core.models.huggingface.rows import Row, rows_of
 from core.models.huggingface.written import FolderForm, form_of_run, form_of_source
 from core.models.lora.config import LoraConfig
@@ -90,7 +90,7 @@ def _form(checkpoint: str | Path, run: Mapping[str, Any], source: str | Path | N
     described_as: Any = run.get("model")
     if source is not None:
         return form_of_source(source, described_as, str(checkpoint))
-    began = began_as(run)
+    began = folder_of_form(run)
     problem = "is not there"
     if began is not None and (Path(began).expanduser() / "config.json").is_file():
         try:

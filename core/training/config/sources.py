@@ -66,15 +66,15 @@ class Loaded:
     def to_toml(self, path: str | Path | None = None) -> str:
         """As `RunConfig.to_toml`, but a field that follows another one is left undecided ("None").
 
-        It follows again where the file is read, also beside another value of that other field.
+        It follows again where the file is read, also beside another value of that other field. What a checkpoint
+        says stays: who reads the file may not have that.
         """
-        fields_by_name = known_fields()
+        followed = known_fields().keys() - {"checkpoint.weights"}
         values = {
-            n: None if self.origin[n] in fields_by_name else value
-            for n, value in self.run.flat().items()
+            n: None if self.origin[n] in followed else value for n, value in self.run.flat().items()
         }
         return write_toml(
-            fields_by_name.values(), values, path, comment=f"written by paracore {__version__}"
+            known_fields().values(), values, path, comment=f"written by paracore {__version__}"
         )
 
 

@@ -18,7 +18,7 @@ from core.training.config import ModelConfig, PipelineConfig, RunConfig
 from core.training.generation import generate_batch
 from core.training.log.metrics import flops_per_token
 from core.training.model.own import own_stages
-from core.training.model.weights import load_weights
+from core.training.model.weights import form_of_weights, load_weights
 from core.training.run.build import count_parameters, count_trained
 from core.training.sampling import Sampling
 
@@ -170,9 +170,14 @@ def materialize(stages: Mapping[int, GPTModel], device: torch.device) -> None:
 
 
 def began_as(run: RunConfig) -> dict[str, str]:
-    """Where the first weights are from, for the manifest of every checkpoint; empty: drawn from the seed."""
+    """Where the first weights are from, for the manifest of every checkpoint; empty: drawn from the seed.
+
+    form: of weights, the Hugging Face folder that they began as.
+    """
     if run.checkpoint.weights is not None:
-        return {"weights": run.checkpoint.weights}
+        form = run.model.huggingface or form_of_weights(run.checkpoint.weights)
+        found = {"weights": run.checkpoint.weights}
+        return found if form is None else found | {"form": form}
     if run.model.huggingface is not None:
         return {"huggingface": run.model.huggingface}
     return {}

@@ -17,6 +17,7 @@ from core.dist_checkpointing.reading.loading import Report, load, open_stored
 from core.dist_checkpointing.state.mapping import ShardedTensor, sharded_state_dict
 from core.models.gpt.description import description, differences
 from core.models.gpt.gpt_model import GPTModel
+from core.models.huggingface.origin import folder_of_form
 from core.parallel_state import ParallelState
 from core.training.model.config import ModelConfig
 
@@ -39,6 +40,19 @@ def model_settings(url: str) -> dict[str, Any]:
         for name, value in settings.items()
         if name.startswith("model.") and value is not None
     }
+
+
+def form_of_weights(url: str) -> str | None:
+    """The Hugging Face folder that a checkpoint began as, or was imported from; None: there was none, or it does not
+    say."""
+    try:
+        run = open_stored(url).run
+    except (OSError, ValueError):
+        # the rules of `checkpoint.weights` tell
+        return None
+    imported: Any = run.get("imported") or {}
+    folder: str | None = folder_of_form(run) or imported.get("folder")
+    return folder
 
 
 def tokenizer_for(url: str, train: tuple[str, ...]) -> str | None:
