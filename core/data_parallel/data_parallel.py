@@ -74,6 +74,8 @@ class DataParallel(BesideModule, GradSync):
     ranks of a data group that have different parameters to train.
     """
 
+    is_removed = False
+
     def __init__(
         self,
         module: Modules,
@@ -395,5 +397,4 @@ class DataParallel(BesideModule, GradSync):
         for buffer in self.buffers:
             buffer.remove()
         self._gradient_sums.zeroed(set_to_none=True)
-        self._hooks = []
-        self._names = {}
+        self._hooks, self._names, self.is_removed = [], {}, True

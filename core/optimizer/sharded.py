@@ -218,6 +218,11 @@ class ShardedOptimizer(SavedStates):
         self, num_tokens: float | Tensor | None, loss_scale: float | Tensor | None
     ) -> StepStats:
         shard = self.shard
+        if shard.is_removed:
+            raise ValueError(
+                "the DataParallel that this optimizer updates was removed: make a new optimizer for the one that the "
+                "model is in now. Its states go along by sharded_state_dict(), dist_checkpointing.save and load"
+            )
         self._refuse_lent("a step would update it")
         if self._gradients_used and shard.used:
             raise ValueError(

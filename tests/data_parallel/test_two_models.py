@@ -160,3 +160,20 @@ def observed():
 
 def test_buffers_that_are_resized_in_the_first_forward_are_the_first_rank_s(ranks):
     assert max(ranks(observed, world=2)) < 1e-12
+
+
+def wrapped_again():
+    ps = state()
+    model = nn.Linear(6, 6, dtype=torch.float64)
+    shard = DataParallel(model, ps, zero_stage=1)
+    optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.01))
+    shard.remove()
+    again = DataParallel(model, ps, zero_stage=3)
+    model(rows(0, ps)).square().mean().backward()
+    with pytest.raises(ValueError, match="the DataParallel that this optimizer updates was removed"):
+        optimizer.step()
+    again.remove()
+
+
+def test_an_optimizer_of_a_removed_one_is_refused(ranks):
+    ranks(wrapped_again, world=2)

@@ -115,7 +115,7 @@ def test_one_process_reads_nothing():
 def test_on_a_cpu_values_are_looked_at():
     """Where nothing waits, mistakes are told at once: so the counting above could find something."""
     found = steps(1, 1, device=nullcontext)
-    assert found["core/optimizer/step/watch.py remember"] and found["core/models/gpt/inputs.py _check_range"]
+    assert found["core/optimizer/step/watch.py remember"] and found["core/parallel_state/value_range.py check_range"]
 
 
 def asked(rank_asked, device):

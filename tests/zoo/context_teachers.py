@@ -54,6 +54,18 @@ def distilled(loss_of_pair):
     return loss_of
 
 
+def valued(target_of):
+    """A critic's squared distance to targets that are made of its own values along the sequence."""
+
+    def loss_of(program):
+        values = program.logits()[..., 0]
+        with torch.no_grad():
+            target = target_of(values.detach())
+        return (values - target).square().mean()
+
+    return loss_of
+
+
 def confident(x, q):
     """A mean weighted by the teacher's confidence."""
     weights = q.exp().amax(-1)
@@ -123,6 +135,21 @@ CASES = [
         "counts otherwise than the same sum of another",
         SUMMED,
     ),
+    Case(
+        "a critic's targets by the next token's value, `v[:, 1:]`",
+        by(valued(lambda v: 0.9 * F.pad(v[:, 1:], (0, 1)))),
+        "told",
+        "getitem of rows which are this context rank's comes to the loss by sub",
+        "`ContextRows.of_state(ps).of(targets, 1)` of whole sequences",
+    ),
+    Case(
+        "a critic's targets by the last token's value, `v[:, -1:]`",
+        by(valued(lambda v: 0.5 * v[:, -1:] + 0 * v)),
+        "told",
+        "getitem of rows which are this context rank's comes to the loss by sub",
+        "`ContextRows.of_state(ps).of(targets, 1)` of whole sequences",
+    ),
+    Case("a critic's targets by each token's own value", by(valued(lambda v: 0.5 * v + 1))),
     Case("distillation, a mean over tokens", by(distilled(lambda x, q: (q.exp() * (q - x)).sum(-1).mean() * 2.0))),
     Case("a teacher's hidden states, normed over time (data2vec)", by(taught_inside(normed)), "told", TOLD, SUMMED),
     Case(

@@ -134,7 +134,7 @@ class Sums(Follower):
             outcome = Finding("reduction", name, tuple(inputs[0].shape))
         if not any(x.requires_grad for x in inputs):
             if isinstance(outcome, (str, float)) or (
-                isinstance(outcome, Finding) and outcome.kind == "reduction"
+                isinstance(outcome, Finding) and outcome.kind in ("reduction", "cut")
             ):
                 self._mark_statistic(result, name)
             elif isinstance(outcome, list):
@@ -267,9 +267,11 @@ class Sums(Follower):
             isinstance(x, Tensor) and x.requires_grad
             for x in pytree.tree_leaves((call.args, call.kwargs))
         ):
-            self._owner.tell(
+            text = (
                 f"{first.partial} of rows which are this context rank's comes to the loss by {name}"
             )
+            of_places = kind_of(first.partial) == "cut"
+            self._owner.tell(text, *([factors.POSITIONS_REMEDY] if of_places else []))
         else:
             # of a sequence: `means.topk(2).indices[1:]`
             is_place = name in STATISTICS or first.dtype is torch.int64

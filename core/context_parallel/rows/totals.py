@@ -66,7 +66,8 @@ class Total:
         # a mean of sums of sequences, each over the number of all rows: no mean of rows
         if name == "mean" and self._is_over_all:
             self.is_divided = False
-        is_linear = name in LINEAR or kind_of(name) != "element"
+        # a ratio of probabilities is a loss's
+        is_linear = name in LINEAR or name == "exp" or kind_of(name) != "element"
         if self.may_be_pooled and (name == "all_reduce" or not is_linear):
             self.is_divided = True
         if name not in _PRODUCTS:

@@ -181,10 +181,13 @@ def _refusal(url: str, problems: list[str], arrays: int) -> str:
     if len(problems) > _SHOWN:
         more = f"; and {len(problems) - _SHOWN} more"
     fitting = max(0, arrays - len(problems))
+    form = form_of_weights(url)
+    remedy = "the settings of that model (model.* and data.tokenizer in its run.toml)"
+    if form is not None:
+        remedy = f"model.huggingface={form}, the folder of that model, beside it"
     return (
         f"checkpoint.weights={url} is of another model, {fitting} of its {arrays} arrays fit: "
-        f"{'; '.join(problems[:_SHOWN])}{more}; give the settings of that model (model.* and data.tokenizer in its "
-        "run.toml)"
+        f"{'; '.join(problems[:_SHOWN])}{more}; give {remedy}"
     )
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from core.parallel_state.environment import reading_waits
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import READ_EVERY
@@ -93,7 +94,7 @@ class UpdateWatch:
         # ranks without a change that others have, or with another
         other_rate = count * squares - change * change > 1e-9 * count * squares
         self._differed |= torch.stack((differ, other_rate))
-        reads = self._ps.device.type == "cpu" or self._step % READ_EVERY == 0
+        reads = not reading_waits(self._ps.device) or self._step % READ_EVERY == 0
         if not reads or self._has_warned or not self._differed.any():
             return
         self._has_warned = True

@@ -150,6 +150,8 @@ _ANSWERS = {
     "greater_is_better": "give checkpoint.keep_best_mode",
     "early_stopping_patience": "not here: training.eval_interval validates, checkpoint.keep_best keeps the best, and "
     "SIGTERM ends a run after a save",
+    "early_stopping": "not here: training.eval_interval validates, checkpoint.keep_best keeps the best step",
+    "num_proc": "leave it out: text is prepared on all cores (python -m core.datasets.prepare --workers N)",
     "early_stopping_threshold": "not here: checkpoint.keep_best keeps the best step",
     "load_best_model_at_end": "give checkpoint.keep_best, and export that step",
     # saving
