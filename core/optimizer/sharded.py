@@ -214,15 +214,18 @@ class ShardedOptimizer(SavedStates):
             return stats
         return loss
 
-    def _one_step(
-        self, num_tokens: float | Tensor | None, loss_scale: float | Tensor | None
-    ) -> StepStats:
-        shard = self.shard
-        if shard.is_removed:
+    def _refuse_removed(self) -> None:
+        if self.shard.is_removed:
             raise ValueError(
                 "the DataParallel that this optimizer updates was removed: make a new optimizer for the one that the "
                 "model is in now. Its states go along by sharded_state_dict(), dist_checkpointing.save and load"
             )
+
+    def _one_step(
+        self, num_tokens: float | Tensor | None, loss_scale: float | Tensor | None
+    ) -> StepStats:
+        shard = self.shard
+        self._refuse_removed()
         self._refuse_lent("a step would update it")
         if self._gradients_used and shard.used:
             raise ValueError(
