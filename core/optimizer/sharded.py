@@ -214,24 +214,25 @@ class ShardedOptimizer(SavedStates):
             return stats
         return loss
 
-    def _refuse_removed(self) -> None:
+    def _check_step(self) -> None:
+        """Raises ValueError: there is nothing to step, or not any more."""
         if self.shard.is_removed:
             raise ValueError(
                 "the DataParallel that this optimizer updates was removed: make a new optimizer for the one that the "
                 "model is in now. Its states go along by sharded_state_dict(), dist_checkpointing.save and load"
+            )
+        self._refuse_lent("a step would update it")
+        if self._gradients_used and self.shard.used:
+            raise ValueError(
+                f"step {self.step_count + 1}: the gradients were used up by step {self.step_count}; call zero_grad() "
+                "after each step, then backward"
             )
 
     def _one_step(
         self, num_tokens: float | Tensor | None, loss_scale: float | Tensor | None
     ) -> StepStats:
         shard = self.shard
-        self._refuse_removed()
-        self._refuse_lent("a step would update it")
-        if self._gradients_used and shard.used:
-            raise ValueError(
-                f"step {self.step_count + 1}: the gradients were used up by step {self.step_count}; call zero_grad() "
-                "after each step, then backward"
-            )
+        self._check_step()
         # Gradient sums, and what the program has written into weights and p.grad.
         if not shard.finished:
             shard.finish()
