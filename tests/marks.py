@@ -6,10 +6,10 @@ import pytest
 PRODUCT = (pytest.mark.full, pytest.mark.product)
 
 
-def thinned(cases, every):
-    """Each `every`-th of these as it is marked; the others run in `make test-product`."""
+def thinned(cases, every, marks=()):
+    """Each `every`-th of these with `marks`; the others run in `make test-product`."""
     found = []
     for number, case in enumerate(cases):
         values = case if isinstance(case, tuple) else (case,)
-        found.append(pytest.param(*values, marks=() if number % every == 0 else PRODUCT))
+        found.append(pytest.param(*values, marks=marks if number % every == 0 else PRODUCT))
     return found

@@ -21,6 +21,7 @@ from core.pipeline.schedule import schedules as named
 from core.testing import live_bytes
 from core.training import next_token_loss
 from core.training.log.memory import MemoryReport
+from tests.marks import thinned
 from tests.models.gpt import POSITIONS, VOCAB, config
 from tests.parity import pipelines
 from tests.parity.shards import whole_gradients
@@ -117,7 +118,7 @@ QUICK = 1  # the first one; the rest in full
 
 @pytest.mark.parametrize(
     "facts, world",
-    [pytest.param(*case, marks=[] if index < QUICK else [pytest.mark.full]) for index, case in enumerate(CASES)],
+    [*CASES[:QUICK], *thinned(CASES[QUICK:], every=2, marks=[pytest.mark.full])],
     ids=str,
 )
 def test_gradients_on_every_layout(ranks, facts, world):

@@ -24,6 +24,7 @@ from core.autograd import (
 )
 from core.autograd import linear as module_under_test
 from tests.autograd.tiny import close, parameter
+from tests.marks import thinned
 from tests.models.gpt import batch, gpt
 
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
@@ -93,8 +94,8 @@ def assert_same(mine, theirs, tolerance=1e-12):
 
 COVER = [(True, False, True), (False, True, False)]
 PRODUCT = [
-    case if case in COVER else pytest.param(*case, marks=pytest.mark.full)
-    for case in itertools.product([True, False], repeat=3)
+    *COVER,
+    *thinned([c for c in itertools.product([True, False], repeat=3) if c not in COVER], 2, [pytest.mark.full]),
 ]
 
 
@@ -258,7 +259,7 @@ def test_models_and_bags_are_freed():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("style, dropout", [("gpt2", 0.1), ("llama", 0.0)])
+@pytest.mark.parametrize("style, dropout", thinned([("gpt2", 0.1), ("llama", 0.0)], every=2))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_of_a_gpt(single, backend, style, dropout):
     tokens, labels = batch()

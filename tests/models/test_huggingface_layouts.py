@@ -16,6 +16,7 @@ from core.parallel_state.modules import named_parameters
 from core.pipeline import Pipeline, SingleStage, schedules
 from core.training import next_token_loss
 from core.training.generate import generate, generate_batch
+from tests.marks import PRODUCT, thinned
 from tests.models.huggingface import TODAY, exactly, random_model
 from tests.models.test_huggingface import CONFIGS
 from tests.parity.shards import whole_gradients
@@ -104,8 +105,8 @@ LAYOUTS = [
     (2, 1, True, "", "layer"),
     (1, 2, False, "1f1b", "stage"),
     (2, 2, True, "zb-v", "selective"),
-    pytest.param((1, 2, False, "zb-v", "layer"), marks=pytest.mark.full),
-    pytest.param((2, 2, False, "1f1b", "stage"), marks=pytest.mark.full),
+    pytest.param((1, 2, False, "zb-v", "layer"), marks=PRODUCT),
+    pytest.param((2, 2, False, "1f1b", "stage"), marks=PRODUCT),
     pytest.param((4, 1, True, "", "none"), marks=pytest.mark.full),
 ]
 
@@ -121,19 +122,19 @@ def test_a_step_is_that_of_transformers(ranks, kind, layout):
     ranks(one_step, kind, False, tp, pp, *how, world=tp * pp)
 
 
+PIPELINES = [("1f1b", 1), ("zb-v", 2)]
 OTHERS = sorted({*CONFIGS, *TODAY} - {*UNLIKE_LLAMA})
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("schedule, tp", [("1f1b", 1), ("zb-v", 2)])
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind, schedule, tp", thinned([(k, *how) for how in PIPELINES for k in OTHERS], every=2))
 def test_a_step_of_every_family_over_a_pipeline(ranks, kind, schedule, tp):
     ranks(one_step, kind, False, tp, 2, False, schedule, "none", world=2 * tp)
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["olmo2", *(pytest.param(kind, marks=pytest.mark.full) for kind in sorted({*CONFIGS, *TODAY} - {"olmo2"}))],
+    ["olmo2", *thinned(sorted({*CONFIGS, *TODAY} - {"olmo2"}), 3, [pytest.mark.full])],
 )
 def test_three_tensor_ranks(ranks, kind):
     ranks(one_step, kind, True, 3, 1, True, "", "layer", world=3)

@@ -203,7 +203,7 @@ def digest(directory):
     ("layouts", "dtype", "tied"),
     [
         pytest.param(COVER, torch.bfloat16, True, id="cover-bf16-tied"),
-        pytest.param(LAYOUTS, torch.bfloat16, True, id="bf16-tied", marks=pytest.mark.full),
+        pytest.param(LAYOUTS, torch.bfloat16, True, id="bf16-tied", marks=PRODUCT),
         pytest.param(LAYOUTS, torch.float32, False, id="fp32-untied", marks=pytest.mark.full),
         pytest.param(LAYOUTS, torch.bfloat16, False, id="bf16-untied", marks=PRODUCT),
     ],
