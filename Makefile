@@ -58,10 +58,12 @@ format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# two pipeline stages of two tensor ranks, saving beside the training; then four tensor ranks go on from the middle
+# two pipeline stages of two tensor ranks, saving beside the training; then four tensor ranks go on from the middle.
+# STEPS: fewer of the 200, on the same curve
 pretrain: $(STAMP)
 	rm -rf runs/pretrain/checkpoints
 	$(TORCHRUN) -m core.pretrain $(LAYOUT) $(OPTIMIZER) --training.log-interval 5 \
+		$(if $(STEPS),--training.train-steps $(STEPS) --optimizer.lr-decay-steps 200) \
 		--checkpoint.directory runs/pretrain/checkpoints --checkpoint.every 90
 	$(TORCHRUN) -m core.pretrain --parallel.tensor 4 --parallel.sequence-parallel --training.micro-batch-size 16 \
 		--training.log-interval 5 --training.train-steps 100 $(OPTIMIZER) --optimizer.lr-decay-steps 200 \
