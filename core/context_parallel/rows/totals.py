@@ -51,7 +51,7 @@ class Total:
     divisor: Tensor | None = None
     # it has a number for each sequence: a feature, if what follows is no loss
     may_be_pooled: bool = False
-    # by a tensor, or by how many are summed here
+    # by a tensor, or by how many are summed here; or what follows shows that it is no loss
     is_divided: bool = False
     _is_multiplied: bool = False  # by a number of ranks
     _is_over_all: bool = False

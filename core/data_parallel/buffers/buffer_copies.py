@@ -129,7 +129,7 @@ class BufferCopies:
         if self._agreements == 2:
             self._initial_values = {}
             for key, tensor in tensors.items():
-                if key not in written:
+                if key not in self._written:
                     self._versions[key] = (id(tensor), tensor._version)
 
     def _warn_of_late_write(self, tensors: dict[Key, Tensor]) -> None:

@@ -275,7 +275,8 @@ class BucketGradient(Tensor):
             return None if func is aten._foreach_zero_.default else args[0]
         slots = [leaf.slot for leaf in ours]
         if func not in ZEROES and func not in NORMS:
-            slots[0].sums.zeroed_by_hand.difference_update(slots)
+            for slot in slots:
+                slot.sums.zeroed_by_hand.discard(slot)
         request_all(slots)
 
         # Elementwise changes by numbers run on each rank's elements; anything else gets full gradients.
@@ -293,7 +294,7 @@ class BucketGradient(Tensor):
             warn_of_scaling(slots[0].buffer.ps.size("pp"))
 
         if local:
-            for changes in {slot.sums.changes: None for slot in slots}:
+            for changes in dict.fromkeys(slot.sums.changes for slot in slots):
                 changes.add_call(str(func), [slot.place for slot in slots])
                 for leaf in leaves:
                     if type(leaf) is not cls and isinstance(leaf, (Tensor, int, float)):
