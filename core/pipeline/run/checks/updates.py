@@ -19,8 +19,6 @@ from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import READ_EVERY
 
-# ranks: whose weights were written, could be; with an optimizer's step, that could; with a rate, its change, squared
-_NUMBERS = 7
 _SHARED = "the step's result, core.optimizer.GradScaler, core.optimizer.get_grad_norm"
 
 
@@ -41,7 +39,6 @@ class UpdateWatch:
         # of the trainable parameters, when the last step ended
         self._versions: list[int] | None = None
         self._step = 0
-        self._sums = torch.zeros(_NUMBERS, dtype=torch.float64, device=ps.device)
         self._differed = torch.zeros(2, dtype=torch.bool, device=ps.device)
         # of the first parameters of each optimizer
         self._rates: WeakKeyDictionary[Optimizer, float] = WeakKeyDictionary()
@@ -67,7 +64,11 @@ class UpdateWatch:
             self._change = math.log(rate / before) + (self._change or 0.0)
 
     def with_numbers(self, total: Tensor) -> Tensor:
-        """float64 [n] -> [n + 7], to be summed over all ranks."""
+        """float64 [n] -> [n + 7], to be summed over all ranks.
+
+        Ranks: whose weights were written, could be; with an optimizer's step, that could; with a rate, its change,
+        that squared.
+        """
         before = self._versions
         self._versions = [p._version for p in self._trainable()]
         written: tuple[float, float] = (0.0, 0.0)
