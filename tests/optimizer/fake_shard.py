@@ -18,7 +18,7 @@ class FakeShard:
     def __init__(self, module, *, zero_stage=0, ranks=1, rank=0, buckets=None, grad_dtype=None, ps=None):
         self.ps = ps or ParallelState.single("cpu")
         self.module, self.zero_stage = module, zero_stage
-        self.finished = self.used = False
+        self.finished = self.used = self.is_removed = False
         self.missing, self.copies = [], SimpleNamespace(send=lambda: None)
         self._names = {name: p for name, p in named_parameters(module) if p.requires_grad}
         if buckets is None:
@@ -100,7 +100,7 @@ class FakeShard:
     def zero_grad(self, set_to_none=True):
         for buffer in self.buffers:
             buffer.whole.zero_()
-        self.finished = self.used = False
+        self.finished = self.used = self.is_removed = False
 
     def named_parameters(self):
         return self._names
