@@ -20,7 +20,7 @@ from core.training import RunConfig, initialize, load_run
 from core.training.model.begin import begin
 from core.training.run.assembly import assemble
 from core.training.run.data import open_corpus
-from core.training.run.summary import note_on_length, note_on_padding
+from core.training.run.summary import note_on_dtype, note_on_length, note_on_padding, note_on_validation
 from tests.parity.whole import assembled
 from tests.states import state
 from tests.training.tiny import S, prepared
@@ -233,6 +233,28 @@ def test_sequences_longer_than_the_folder_s_model_are_told(made):
     runs = [fields | {"data.sequence_length": positions + more} for more in (0, 1)]
     notes = [note_on_length(RunConfig.from_dict(run)) for run in runs]
     assert notes[0] == "" and f"sequence_length={positions + 1} is more than the {positions} positions" in notes[1]
+
+
+def test_weights_of_16_bits_that_are_trained_in_32_are_told(made, tmp_path):
+    folder = tmp_path / "hf"
+    shutil.copytree(made.train.parent / "qwen3", folder)
+    fields = fields_of(made, "qwen3") | {"model.huggingface": str(folder)}
+    found = {}
+    for stored in ("float32", "bfloat16", "float16"):
+        rewrite_file(folder / "config.json", dtype=stored)
+        for bf16 in (False, True):
+            found[stored, bf16] = note_on_dtype(RunConfig.from_dict(fields | {"model.bf16": bf16}))
+    assert [key for key, note in found.items() if note] == [("bfloat16", False), ("float16", False)]
+    assert "dtype=bfloat16: these weights are trained, saved and exported in float32" in found["bfloat16", False]
+
+
+def test_validation_without_a_text_is_told(made):
+    fields = fields_of(made, "qwen3") | {"data.split": "1,0,0", "data.valid": ()}
+    notes = []
+    for interval in (0, 1):
+        run = RunConfig.from_dict(fields | {"training.eval_interval": interval})
+        notes.append(note_on_validation(run, open_corpus(run.data, run.training, state())))
+    assert notes[0] == "" and "training.eval_interval=1 validates nothing: 0 tokens" in notes[1]
 
 
 def test_the_head_of_a_run_tells_what_the_folder_s_model_has(made):

@@ -72,6 +72,9 @@ def ends_told(
     if tokenizer.starts:
         starts = ", ".join([_named(tokenizer, token) for token in tokenizer.starts])
         said = f"documents begin with {starts} and end with {_named(tokenizer, end)}"
+        if answers:
+            # a template writes all of a chat
+            said = f"prompts without a chat template begin with {starts}, documents end with {_named(tokenizer, end)}"
     if answers and [*ends] not in ([], [eos]):
         named = " or ".join(_named(tokenizer, token) for token in ends)
         return f"answers end with {named}, where generate stops as well; {said}"
@@ -120,6 +123,13 @@ def padding_token(folder: str | Path) -> int | None:
 def model_type(folder: str | Path) -> str | None:
     """`model_type` of config.json."""
     found = _read(Path(folder) / "config.json").get("model_type")
+    return found if isinstance(found, str) else None
+
+
+def dtype_of_weights(folder: str | Path) -> str | None:
+    """`dtype` of config.json (`torch_dtype` before transformers 5), "bfloat16" for instance."""
+    config = _read(Path(folder) / "config.json")
+    found = config.get("dtype", config.get("torch_dtype"))
     return found if isinstance(found, str) else None
 
 

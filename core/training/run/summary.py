@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from core.datasets import ConversationBatches, PreferenceBatches, TokenSource
-from core.datasets.tokenizers.folder import model_type, padding_token
+from core.datasets.tokenizers.folder import dtype_of_weights, model_type, padding_token
 from core.parallel_state import ParallelState
 from core.parallel_state.environment import note_on_bf16
 from core.pipeline import Pipeline, SingleStage, Timeline
@@ -182,6 +182,29 @@ def note_on_length(run: RunConfig) -> str:
     )
 
 
+def note_on_dtype(run: RunConfig) -> str:
+    """What is said of a folder's 16-bit weights that are trained in float32; empty: they are not."""
+    folder = run.model.huggingface
+    stored = dtype_of_weights(Path(folder).expanduser()) if folder is not None else None
+    if stored not in ("bfloat16", "float16") or run.model.dtype != torch.float32:
+        return ""
+    return (
+        f"{folder}/config.json says dtype={stored}: these weights are trained, saved and exported in float32 here "
+        "(transformers 5 keeps their dtype); --model.bf16 computes in bfloat16 over float32 main weights"
+    )
+
+
+def note_on_validation(run: RunConfig, corpus: Corpus) -> str:
+    """What is said of validation that was asked for and has no text; empty: it has, or nobody asked."""
+    interval = run.training.eval_interval
+    if not interval or corpus.validation_texts:
+        return ""
+    return (
+        f"training.eval_interval={interval} validates nothing: 0 tokens are there to validate on; give data.valid, "
+        "or a share of the text by data.split"
+    )
+
+
 def describe(
     stages: Mapping[int, nn.Module],
     ps: ParallelState,
@@ -196,7 +219,12 @@ def describe(
     if run.model.fp8 is not None and run.model.build is None:
         say(_in_8_bits(run.model))
     if run.model.huggingface is not None:
-        for note in (note_on_padding(run.model.huggingface, corpus), note_on_length(run)):
+        folder_notes = (
+            note_on_padding(run.model.huggingface, corpus),
+            note_on_length(run),
+            note_on_dtype(run),
+        )
+        for note in folder_notes:
             if note:
                 say(f"note: {note}")
     if ps.rank == 0 and (note := note_on_tokenizer(run, corpus)):
@@ -211,6 +239,8 @@ def describe(
         )
     train_tokens, valid_tokens = corpus.num_tokens
     say(f"text: {train_tokens:,} tokens to train on, {valid_tokens:,} to validate")
+    if note := note_on_validation(run, corpus):
+        say(f"note: {note}")
     if isinstance(pairs := corpus.train, PreferenceBatches):
         longer = ""
         if pairs.truncated:
