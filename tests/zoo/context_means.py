@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from core.context_parallel import gather_from_context_region
 from tests.zoo.case import Case, Family
 from tests.zoo.context_losses import LAYOUTS, S, by, cut
 
@@ -71,6 +72,17 @@ def retained(program):
     return program.losses().mean()
 
 
+def returns(values):
+    """Sums from each place to the end, by numpy: [..., s]."""
+    values = values.detach().numpy()
+    return torch.from_numpy(values[:, ::-1].cumsum(1)[:, ::-1].copy())
+
+
+def returns_of_all(program, values):
+    whole = gather_from_context_region(values.detach(), program.ps, 1) if program.ranks > 1 else values
+    return cut(program, returns(whole))
+
+
 def told(what, loss_of, message="the loss takes a mean over .* which are this context rank's"):
     return Case(what, by(loss_of), "told", message, ALL)
 
@@ -132,6 +144,14 @@ CASES = [
         "Python numbers that differ between context ranks",
         "a threshold of all rows, by `all_gather`",
     ),
+    Case(
+        "returns of each token by numpy (GAE)",
+        by(lambda p: ((x := p.losses()) * returns(x)).mean()),
+        "told",
+        "values of rows which are this context rank's go to numpy",
+        "`gather_from_context_region` before",
+    ),
+    Case("the same of whole sequences, cut", by(lambda p: ((x := p.losses()) * returns_of_all(p, x)).mean())),
     Case(
         "`F.multi_margin_loss` of logits",
         by(lambda p: F.multi_margin_loss(p.logits().flatten(0, 1), p.labels.flatten())),

@@ -21,6 +21,7 @@ from core.context_parallel.rows.reads import (
     BRANCHES,
     DECISIONS,
     MEAN,
+    NUMPY_REMEDY,
     READS,
     STATISTICS,
     SUM_REMEDY,
@@ -117,6 +118,9 @@ class Sums(Follower):
     def _follow_rows(self, call: Call) -> None:
         name, inputs, result = call.name, call.inputs, call.result
         args, kwargs = call.args, call.kwargs
+        if name in ("numpy", "array"):
+            # nothing is heard of what is made of them there
+            self._owner.tell_of_log("values of", NUMPY_REMEDY, "go to numpy")
         try:
             if any(x.requires_grad for x in inputs):
                 self._factors.note(name, inputs, args, kwargs)

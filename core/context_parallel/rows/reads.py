@@ -27,6 +27,11 @@ SUM_REMEDY = (
     "Sum it over the ranks before it is read: torch.distributed.all_reduce(x, "
     "group=parallel_state.get_context_parallel_group()); means of rows, equally many on each, over their number too"
 )
+NUMPY_REMEDY = (
+    "What numpy makes of a sequence's numbers one after the other, or of all of them, wants all: gather them first, "
+    "core.context_parallel.gather_from_context_region(x, ps, dim=1), and cut what is made of them, "
+    "ContextRows.of_state(ps).of(y, 1)"
+)
 LOG_REMEDY = (
     "Take it over all ranks before it is read: torch.distributed.all_reduce(x, op=torch.distributed.ReduceOp.MAX, "
     "group=parallel_state.get_context_parallel_group()); a median or a quantile wants the losses of all ranks "

@@ -19,7 +19,7 @@ from core.parallel_state.environment import HostCopy, reading_waits
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import Hears, StageArithmetic
-from core.pipeline.run.checks.updates import UpdateWatch
+from core.pipeline.run.checks.updates import StageUpdates
 
 SAMPLED_GRADIENTS = 4  # per rank, the smallest ones
 SAMPLED_ELEMENTS = 2  # of each, the largest ones
@@ -167,7 +167,7 @@ class PlainLoopWatch:
     ) -> None:
         self._modules = modules
         self._scales = ScaleWatch(ps, modules) if owns_updates else None
-        self.updates = UpdateWatch(ps, modules, compares_writes=owns_updates)
+        self.updates = StageUpdates(ps, modules, compares_writes=owns_updates)
         self._ps = ps
         self._arithmetic = StageArithmetic(modules, sums)
         self._steps = 0

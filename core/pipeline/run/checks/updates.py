@@ -22,7 +22,7 @@ from core.pipeline.run.checks.by_hand import READ_EVERY
 _SHARED = "the step's result, core.optimizer.GradScaler, core.optimizer.get_grad_norm"
 
 
-class UpdateWatch:
+class StageUpdates:
     """Finds an optimizer's step that some ranks made and others did not, or that was made by another rate.
 
     Whether this rank's weights were written since the last step, and by what its rate has changed, travels with the
