@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from core.parallel_state import ParallelState
+from tests import slow
 from tests.datasets.chats import CHATML
 from tests.pool import Pool
 
@@ -36,6 +37,11 @@ def pytest_xdist_make_scheduler(config, log):
     from tests.workers import OnePool
 
     return OnePool(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    slow.mark(items)
 
 
 def pytest_collection_finish():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from core.context_parallel.rows import draws, factors, means, selections
+from core.context_parallel.rows import draws, factors, means, reads, selections
 from core.context_parallel.rows.batches import (
     Divisors,
     is_changed,
@@ -17,15 +17,11 @@ from core.context_parallel.rows.batches import (
 )
 from core.context_parallel.rows.owner import Owner
 from core.context_parallel.rows.reads import (
-    BRANCH_REMEDY,
     BRANCHES,
     DECISIONS,
     MEAN,
-    NUMPY_REMEDY,
     READS,
     STATISTICS,
-    SUM_REMEDY,
-    ReadLoss,
     is_statistic,
 )
 from core.context_parallel.rows.totals import (
@@ -120,7 +116,7 @@ class Sums(Follower):
         args, kwargs = call.args, call.kwargs
         if name in ("numpy", "array"):
             # nothing is heard of what is made of them there
-            self._owner.tell_of_log("values of", NUMPY_REMEDY, "go to numpy")
+            self._owner.tell_of_log("values of", reads.NUMPY_REMEDY, "go to numpy")
         try:
             if any(x.requires_grad for x in inputs):
                 self._factors.note(name, inputs, args, kwargs)
@@ -221,7 +217,7 @@ class Sums(Follower):
         return rest
 
     def _tell_of_branch(self) -> None:
-        self._owner.tell_of_log("a loss of", BRANCH_REMEDY, "is compared")
+        self._owner.tell_of_log("a loss of", reads.BRANCH_REMEDY, "is compared")
 
     def numbers(self, tensor: SplitTensor, result: Any) -> Any:
         """`loss.item()` as a number that tells where it is compared."""
@@ -233,7 +229,7 @@ class Sums(Follower):
     def _known_again(self, number: Any) -> Any:
         if type(number) is not float:
             return number
-        known = ReadLoss(number)
+        known = reads.ReadLoss(number)
         known.tell = self._tell_of_branch
         return known
 
@@ -263,7 +259,7 @@ class Sums(Follower):
         # for numpy decides what is not seen; of an evaluation, a number that no rank has
         decides |= bool(first.dim()) and name in ("numpy", "array")
         if (first.dim() or is_read) and first.partial not in STATISTICS and decides:
-            self._owner.tell_of_log(f"{first.partial} over", SUM_REMEDY)
+            self._owner.tell_of_log(f"{first.partial} over", reads.SUM_REMEDY)
         elif is_read:
             self.read(name, first)
         # where it has a gradient itself, a hook waits for that

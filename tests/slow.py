@@ -1,0 +1,56 @@
+"""Tests of which one takes seconds: they run in `make test-full`, so that `make test` takes minutes.
+
+`python -m tests.slow REPORT`, of a run with `--junitxml REPORT`, adds those of it to tests/slow.txt.
+"""
+
+import sys
+from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIST = ROOT / "tests" / "slow.txt"
+SECONDS = 1.5
+# the covers of what a change breaks most easily stay in `make test`
+KEPT = (
+    "tests/parity/test_pipeline.py::test_a_cover_of_all_schedules_equals_one_process",
+    "tests/parity/test_data_parallel.py::test_a_cover_of_stages_and_schedules_equals_one_process",
+    "tests/parity/test_context.py::test_a_cover_of_pairs_equals_one_process[2]",
+    "tests/zoo/test_modules.py::",
+    "tests/zoo/test_compatibility.py::",
+    "tests/test_",
+)
+
+
+@cache
+def slow_tests() -> frozenset[str]:
+    """Their node ids."""
+    return frozenset(LIST.read_text().splitlines())
+
+
+def mark(items) -> None:
+    for item in items:
+        if item.nodeid in slow_tests():
+            item.add_marker(pytest.mark.full)
+
+
+def _node_id(case) -> str:
+    """Of a report's `tests.models.test_lora[.TestClass]` and `test_name[values]`."""
+    names = case.get("classname").split(".")
+    classes = []
+    while not (path := ROOT.joinpath(*names).with_suffix(".py")).is_file():
+        classes.insert(0, names.pop())
+    return "::".join([path.relative_to(ROOT).as_posix(), *classes, case.get("name")])
+
+
+def main(report: str) -> None:
+    cases = ElementTree.parse(report).iter("testcase")
+    found = {_node_id(case) for case in cases if float(case.get("time")) > SECONDS}
+    found = {node for node in found if not node.startswith(KEPT)}
+    LIST.write_text("\n".join(sorted(slow_tests() | found)) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
