@@ -9,7 +9,6 @@ import torch
 import transformers
 from torch import nn
 
-from core.datasets import TokenFile
 from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.dist_checkpointing.publish.manifest import read_manifest
 from core.models.gpt import GPTModel
@@ -19,11 +18,9 @@ from core.parallel_state import ParallelState, layout_of
 from core.training import RunConfig, initialize, load_run
 from core.training.model.begin import begin
 from core.training.run.assembly import assemble
-from core.training.run.data import open_corpus
-from core.training.run.summary import note_on_dtype, note_on_length, note_on_padding, note_on_validation
 from tests.parity.whole import assembled
 from tests.states import state
-from tests.training.tiny import S, prepared
+from tests.training.tiny import S, prepared, rewrite_file
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": 290, "use_cache": False}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
@@ -209,54 +206,6 @@ def test_a_pipeline_goes_on(ranks, tmp_path, tied):
     ranks(goes_on, str(tmp_path), tied, 1, world=2)
 
 
-def test_a_padding_token_that_occurs_in_the_text_is_told(made, tmp_path):
-    """transformers trains no such row by its inputs."""
-    folder = tmp_path / "hf"
-    shutil.copytree(made.train.parent / "qwen3", folder)
-    told = []
-    run = RunConfig.from_dict(fields_of(made, "qwen3"))
-    corpus = open_corpus(run.data, run.training, state())
-    # what ends documents, a token of the text, one that never occurs, none
-    for token in (0, int(TokenFile(made.train).tokens(0, 1)[0]), 285, None):
-        rewrite_file(folder / "config.json", pad_token_id=token)
-        told.append(note_on_padding(str(folder), corpus))
-    assert [bool(note) for note in told] == [True, True, False, False]
-    assert "pad_token_id=0, which ends documents here: transformers leaves the gradient of that row" in told[0]
-    assert "which occurs in the text: " in told[1]
-    rewrite_file(folder / "config.json", pad_token_id=0, model_type="gpt2")
-    assert note_on_padding(str(folder), corpus) == ""
-
-
-def test_sequences_longer_than_the_folder_s_model_are_told(made):
-    fields = fields_of(made, "qwen3")
-    positions = RunConfig.from_dict(fields).model.folder_positions
-    runs = [fields | {"data.sequence_length": positions + more} for more in (0, 1)]
-    notes = [note_on_length(RunConfig.from_dict(run)) for run in runs]
-    assert notes[0] == "" and f"sequence_length={positions + 1} is more than the {positions} positions" in notes[1]
-
-
-def test_weights_of_16_bits_that_are_trained_in_32_are_told(made, tmp_path):
-    folder = tmp_path / "hf"
-    shutil.copytree(made.train.parent / "qwen3", folder)
-    fields = fields_of(made, "qwen3") | {"model.huggingface": str(folder)}
-    found = {}
-    for stored in ("float32", "bfloat16", "float16"):
-        rewrite_file(folder / "config.json", dtype=stored)
-        for bf16 in (False, True):
-            found[stored, bf16] = note_on_dtype(RunConfig.from_dict(fields | {"model.bf16": bf16}))
-    assert [key for key, note in found.items() if note] == [("bfloat16", False), ("float16", False)]
-    assert "dtype=bfloat16: these weights are trained, saved and exported in float32" in found["bfloat16", False]
-
-
-def test_validation_without_a_text_is_told(made):
-    fields = fields_of(made, "qwen3") | {"data.split": "1,0,0", "data.valid": ()}
-    notes = []
-    for interval in (0, 1):
-        run = RunConfig.from_dict(fields | {"training.eval_interval": interval})
-        notes.append(note_on_validation(run, open_corpus(run.data, run.training, state())))
-    assert notes[0] == "" and "training.eval_interval=1 validates nothing: 0 tokens" in notes[1]
-
-
 def test_the_head_of_a_run_tells_what_the_folder_s_model_has(made):
     """Facts that are off are in run.toml."""
     loaded = load_run([f"--model.huggingface={made.train.parent / 'qwen3'}", f"--data.train={made.train}"])
@@ -289,10 +238,6 @@ def test_an_export_without_a_source_has_the_files_of_the_folder(made, tmp_path, 
     told = capsys.readouterr().err
     assert f"warning: {folder}, which the model began as, is not there: its chat template and its own" in told
     assert "eos_token_id is 0, which ends the run's documents. --source HF_DIR says where it is" in told
-
-
-def rewrite_file(path, **fields):
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
 def broken(made, tmp_path, change):

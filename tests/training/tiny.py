@@ -1,5 +1,7 @@
 """A corpus and a model that take milliseconds."""
 
+import json
+
 from core.datasets import SourceFiles, prepare_default_corpus
 from core.training import DataConfig, ModelConfig, TrainingConfig
 
@@ -29,3 +31,7 @@ def training_config(**more):
     return TrainingConfig(
         **{"train_steps": 6, "global_batch_size": 8, "micro_batch_size": 2, "log_interval": 2} | more
     )
+
+
+def rewrite_file(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
