@@ -15,6 +15,7 @@ from core.parallel_state.by_hand.part_sizes import told_size, with_sizes
 from core.parallel_state.by_hand.whole_dims import axes_of_parameter
 from core.parallel_state.layout import layout_of
 from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
+from core.tensor_parallel.groups_by_dims import DimsWatch
 
 # each element is updated by its own gradient and states: right on every layout
 _ELEMENTWISE = (
@@ -160,3 +161,4 @@ def watch_optimizers(model: nn.Module) -> None:
     after_optimizer_steps(watch.after_step)
     # who listens is held weakly: this holds it as long as the model is there
     weakref.finalize(model, watch.end)
+    weakref.finalize(model, DimsWatch(model).end)

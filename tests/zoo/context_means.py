@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from core.context_parallel import gather_from_context_region
+from tests.models.gpt import VOCAB
 from tests.zoo.case import Case, Family
+from tests.zoo.context_batches import summed_over_ranks
 from tests.zoo.context_losses import LAYOUTS, S, by, cut
 
 ALL = "`all_reduce(n, group=get_data_parallel_group(with_context_parallel=True))`"
@@ -83,6 +85,42 @@ def returns_of_all(program, values):
     return cut(program, returns(whole))
 
 
+CLASS_WEIGHTS = torch.linspace(0.5, 2.0, VOCAB).double()
+
+
+def by_class(program, product):
+    """A mean of losses that weigh by their class, by a product along all rows."""
+    weights = CLASS_WEIGHTS[program.labels].reshape(-1)
+    return product(weights, program.losses().reshape(-1)) / weights.sum()
+
+
+def group_dro(program):
+    """Group DRO (arXiv 1911.08731), as published: groups weigh by the exponentials of their losses."""
+    of_groups = (program.labels.reshape(-1) % 4 == torch.arange(4)[:, None]).double()
+    counts = of_groups.sum(1)
+    group_losses = of_groups @ program.losses().reshape(-1) / counts
+    weights = torch.exp(0.5 * group_losses.detach())
+    return group_losses @ (weights / weights.sum())
+
+
+def doremi(program, means):
+    """DoReMi (arXiv 2305.10429): each token weighs by its domain."""
+    losses, domains = program.losses(), program.labels % 4
+    with torch.no_grad():
+        weights = means(program, losses.detach(), domains).softmax(0)
+    return (weights[domains] * 4 * losses).mean()
+
+
+def listed_means(program, losses, domains):
+    return torch.tensor([losses[domains == d].mean().item() for d in range(4)]).double()
+
+
+def means_of_all(program, losses, domains):
+    sums = torch.stack([torch.stack([losses[domains == d].sum(), (domains == d).sum()]) for d in range(4)])
+    sums = summed_over_ranks(program, sums)
+    return sums[:, 0] / sums[:, 1]
+
+
 def told(what, loss_of, message="the loss takes a mean over .* which are this context rank's"):
     return Case(what, by(loss_of), "told", message, ALL)
 
@@ -144,6 +182,17 @@ CASES = [
         "Python numbers that differ between context ranks",
         "a threshold of all rows, by `all_gather`",
     ),
+    told("class weights by `w.view(-1) @ losses.view(-1) / w.sum()`", lambda p: by_class(p, torch.matmul), HEARD),
+    told("class weights by `torch.inner(w, losses) / w.sum()`", lambda p: by_class(p, torch.inner), HEARD),
+    told("Group DRO, `(groups @ losses.view(-1)) / counts`", group_dro, HEARD),
+    Case(
+        "weights of domains by a list of `.item()` (DoReMi)",
+        by(lambda p: doremi(p, listed_means)),
+        "told",
+        "numbers of their class .* that differ between context ranks",
+        "sums and counts by `all_reduce`",
+    ),
+    Case("weights of domains by all ranks' sums and counts", by(lambda p: doremi(p, means_of_all))),
     Case(
         "returns of each token by numpy (GAE)",
         by(lambda p: ((x := p.losses()) * returns(x)).mean()),

@@ -19,6 +19,8 @@ _NUMBERS = 3
 NUM_FACTORS = _NUMBERS * MAX_FACTORS
 # of all Python numbers by which rows, their sums and means are scaled: a sum, and how many
 NUM_SCALARS = 2
+# of all tables in which a batch's rows are looked up: a fingerprint, and how many
+NUM_TABLES = 3
 # a mean of 0 by rounding, in deviations; half precision rounds too much to tell
 _ROUNDING = 1e-5
 _WEIGHTS = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv", "matmul", "mv", "dot")
@@ -35,6 +37,10 @@ POSITIONS_REMEDY = (
     'Take the rows\' numbers from batch["position_ids"] of context_batch, or make the weights for whole sequences '
     "[b, s] and cut them: ContextRows.of_state(ps).of(weights, 1)"
 )
+TABLES_REMEDY = (
+    "Make them of all ranks' rows: sums and counts of each class, torch.distributed.all_reduce(x, "
+    "group=parallel_state.get_context_parallel_group()), before one is divided by the other"
+)
 _WHITENED_REMEDY = (
     "Whiten them for whole sequences [b, s] and cut them, ContextRows.of_state(ps).of(advantages, 1), or take mean "
     "and variance over parallel_state.get_context_parallel_group()"
@@ -47,6 +53,7 @@ class RowFactors:
     def __init__(self, device: torch.device) -> None:
         # a fingerprint of each, 0 where it is the same for all rows; whether its mean is 0
         self.of_tensors = torch.zeros(NUM_FACTORS, dtype=torch.float64, device=device)
+        self._of_tables = torch.zeros(NUM_TABLES, dtype=torch.float64, device=device)
         self._count = 0
         self._of_scalars = 0.0
         self._scalars = 0
@@ -56,6 +63,18 @@ class RowFactors:
         """[2 + 3 * MAX_FACTORS], to be compared by `told_of_scalars` and `told_of_factors`."""
         scalars = self.of_tensors.new_tensor([self._of_scalars, self._scalars])
         return torch.cat((scalars, self.of_tensors))
+
+    @property
+    def batch_numbers(self) -> Tensor:
+        """[3 * MAX_FACTORS + 3] of a batch's rows, to be compared by `told_of_factors` and `told_of_tables`."""
+        return torch.cat((self.of_tensors, self._of_tables))
+
+    @torch.no_grad()
+    def note_table(self, table: Tensor) -> None:
+        """A plain tensor, [classes], in which a batch's rows are looked up: `weights[labels]`."""
+        if table.dim() == 1 and table.is_floating_point():
+            self._of_tables[2] += 1
+            self._of_tables[:2] += fingerprint(table) * self._of_tables[2]
 
     def note_scalars(self, name: str, args: tuple) -> None:
         """A function of followed rows, or of a loss made of them."""
@@ -111,6 +130,17 @@ def told_of_scalars(scalars: Tensor) -> str:
     return (
         "losses are multiplied by, divided by or compared with Python numbers that differ between context ranks, as "
         "`loss.item()` and percentiles of a rank's own rows do"
+    )
+
+
+def told_of_tables(numbers: Tensor) -> str:
+    """What is said where ranks look their rows up in other numbers, [ranks, 3]; "" where not as often on each."""
+    counts = numbers[:, 2]
+    if bool((counts != counts[0]).any()) or torch.allclose(numbers, numbers[:1], rtol=1e-6, atol=0):
+        return ""
+    return (
+        "a batch's rows are weighted by numbers of their class (`weights[domains]`) that differ between context "
+        "ranks, as means of a rank's own rows do"
     )
 
 

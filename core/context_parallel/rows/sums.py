@@ -143,6 +143,8 @@ class RowSums:
                 setattr(model, HOOKED, True)
             return
         self._forwards_inside += 1
+        # a teacher may have been made after the model that is trained
+        follow_batches(self.group, self)
         if self.ended or not is_turn(self._forwards_inside):
             self._as_written.end()
             self.batch.make_plain()

@@ -10,8 +10,11 @@ from core.context_parallel.rows.batches import Divisors
 from core.context_parallel.rows.factors import (
     NUM_FACTORS,
     NUM_SCALARS,
+    NUM_TABLES,
+    TABLES_REMEDY,
     told_of_factors,
     told_of_scalars,
+    told_of_tables,
 )
 from core.context_parallel.rows.means import told_of_means
 from core.context_parallel.rows.reads import BRANCH_REMEDY
@@ -25,8 +28,8 @@ from core.context_parallel.rows.totals import (
 from core.parallel_state.collectives import Group
 
 # norm and mean of the sums' gradients, what rows weigh, tensors that divide sums, sums of the batch, numbers, tensors
-# of outputs, of the batch; then weights of rows, as many numbers as there are sequences
-_SIZES = [2, 1, 4, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS]
+# of outputs, of the batch, tables for the batch; then weights of rows, as many numbers as there are sequences
+_SIZES = [2, 1, 4, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS, NUM_TABLES]
 
 
 def verdicts(
@@ -39,7 +42,7 @@ def verdicts(
 ) -> Iterator[tuple[str, str]]:
     """(message, its remedy; "": that of sums) of each thing that is wrong. numbers: [ranks, ...] of `_SIZES`."""
     of_means = numbers[:, sum(_SIZES) :]
-    sums, weights, counts, of_batch, scalars, of_outputs, of_tokens = numbers[
+    sums, weights, counts, of_batch, scalars, of_outputs, of_tokens, tables = numbers[
         :, : sum(_SIZES)
     ].split(_SIZES, dim=1)
     tolerance = 1e-6 if dtype in (torch.float32, torch.float64) else 1e-2
@@ -52,6 +55,7 @@ def verdicts(
         told_of_factors(of_outputs),
         told_of_factors(of_tokens),
         (divisors.told_of(of_batch), BATCH_REMEDY),
+        (told_of_tables(tables), TABLES_REMEDY),
         of_weights,
         (told_of_sums(sums, group.ranks, tolerance), ""),
         (told_of_shared_counts(counts, group.size, tolerance) if judges_totals else "", ""),

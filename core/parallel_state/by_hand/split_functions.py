@@ -231,10 +231,11 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
     right = _axes(args[1])
     if name in ("linear", "inner"):
         right = right[::-1]
-    if len(left) < 1 or len(right) < 2:
-        if left and split_axes.is_split(left, [-1]):
-            return name
+    if not left or not right:
         return None
+    if len(right) == 1:
+        # a vector: multiplied over its only dim
+        return name if split_axes.is_split(left, [-1]) or split_axes.is_split(right) else None
     # multiplied over a split dim: each rank has its part of the sum
     if split_axes.is_split(left, [-1]) or split_axes.is_split(right, [-2]):
         return name
