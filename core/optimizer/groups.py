@@ -3,6 +3,7 @@
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any
 
@@ -17,6 +18,11 @@ from core.parallel_state.modules import without_wrappers
 
 # options of torch's optimizers that change the update, and that not all of ours have
 _TORCH_OPTIONS = ("nesterov", "amsgrad", "maximize", "dampening", "differentiable")
+# options of other optimizers, or other names of ours: a program that states one expects it to do something
+_OTHER_NAMES = """
+    momentum momentum_decay alpha rho eta lr_decay learning_rate wd decay epsilon beta beta1 beta2
+"""
+_ELSEWHERE = (*_TORCH_OPTIONS, *_OTHER_NAMES.split())
 # what a given group says of its members
 _MEMBERS = ("names", "params", "may_be_empty", "rest")
 GroupOptions = Sequence[Mapping[str, Any]]
@@ -31,8 +37,8 @@ class Groups:
     all: `param_groups`. number_of: parameter name -> number of its group. decay_everything: numbers of the groups
     that decay all of theirs. rest: number of the group of the rest, or None. spares: biases and norms do not decay,
     by default.
-    Collective when it is made. Raises ValueError: a pattern or parameter that is none of the shard's, an option that
-    no group has.
+    Collective when it is made. Raises ValueError: a pattern or parameter that is none of the shard's, an option of
+    another optimizer.
     """
 
     def __init__(
@@ -240,12 +246,20 @@ def saved_order(groups: Sequence[Mapping[str, Any]], rest: int | None) -> list[A
 def _options_of(
     number: int, stated: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All options of a given group. Raises ValueError: one that no group has."""
+    """All options of a given group; those of the program's own (`lr_scale`) stay in it, as in torch.
+
+    Raises ValueError: one of another optimizer's, or one that is nearly spelt like ours.
+    """
     options = {key: value for key, value in stated.items() if key not in _MEMBERS}
-    if unknown := options.keys() - defaults.keys() - {"name"}:
+    known = ["names", "params", "name", *defaults]
+    meant = [
+        key
+        for key in options.keys() - known
+        if (key in _ELSEWHERE and options[key]) or get_close_matches(key, known, cutoff=0.8)
+    ]
+    if meant:
         raise ValueError(
-            f"param group {number} has {', '.join(sorted(unknown))}; known are names, params, name, "
-            f"{', '.join(defaults)}"
+            f"param group {number} has {', '.join(sorted(meant))}; known are {', '.join(known)}"
         )
     return {**defaults, **options}
 

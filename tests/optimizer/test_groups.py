@@ -108,3 +108,19 @@ A = {"names": "a.*", "lr": 0.25}
 def test_stages_have_as_many_groups(ranks):
     """What is left over lies on one of them."""
     assert ranks(of_a_stage, world=2) == [[(0.25, 2), (0.5, 0)], [(0.25, 2), (0.5, 2)]]
+
+
+def test_options_of_the_programs_own_stay_in_their_group():
+    """As in torch: `lr_scale` of MAE's and BEiT's layer decay, which their schedules read."""
+    optimizer = made(BIASES | {"lr_scale": 0.5}, {"rest": True, "layer": 3})
+    assert [group.get("lr_scale") for group in optimizer.param_groups] == [0.5, None]
+    again = made(BIASES | {"lr_scale": 1.0}, {"rest": True, "layer": 1})
+    again.load_state_dict(optimizer.state_dict())
+    assert [(g.get("lr_scale"), g.get("layer")) for g in again.param_groups] == [(0.5, None), (None, 3)]
+
+
+@pytest.mark.parametrize("option", ["weigth_decay", "beta", "momentum", "amsgrad", "learning_rate"])
+def test_an_option_of_another_optimizer_is_refused(option):
+    with pytest.raises(ValueError, match=f"param group 0 has {option}; known are names, params, name, lr, betas"):
+        made(BIASES | {option: 0.5})
+    assert made(BIASES | {"amsgrad": False})
