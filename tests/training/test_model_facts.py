@@ -252,6 +252,13 @@ class NanoGPT(Bigram):
 def nano(run, vocab_size, parallel):
     return NanoGPT(vocab_size, 8)
 
+class InputIds(Bigram):
+    def forward(self, input_ids, labels):
+        return super().forward(input_ids, labels)
+
+def input_ids(run, vocab_size, parallel):
+    return InputIds(vocab_size, 8)
+
 def noargs():
     return Bigram(8, 8)
 
@@ -379,3 +386,5 @@ def test_what_a_function_returns_is_looked_at(made, own):
         ValueError, match=r"forward takes 2 names \(idx, targets\), none of .* Return a module around it"
     ):
         trained(fields_of(made, model__build="own_parts:nano"), own)
+    with pytest.raises(ValueError, match=r"without a default input_ids, which is none of a run's batches"):
+        trained(fields_of(made, model__build="own_parts:input_ids"), own)

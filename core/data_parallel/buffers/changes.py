@@ -22,6 +22,11 @@ class ChangesByHand:
     def __init__(self) -> None:
         self._changes: list[Tensor | int] = []
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was changed since the last `take`."""
+        return not self._changes
+
     def add(self, value: Tensor | float) -> None:
         """A gradient that was put in, or a number that all of it was changed by; nothing waits for a device."""
         if isinstance(value, Tensor):

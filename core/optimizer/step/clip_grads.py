@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from core.autograd import has_main_grad
-from core.data_parallel.buffers.gradient import ParameterSlot, meet, request_all, slot_of
+from core.data_parallel.buffers.gradient import (
+    BucketGradient,
+    ParameterSlot,
+    meet,
+    request_all,
+    slot_of,
+)
 from core.data_parallel.buffers.norms import global_norms
 from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
 from core.optimizer.step.step_stats import CLIP_EPS
@@ -54,13 +60,26 @@ def _slots_of(parameters: Sequence[Tensor]) -> list[ParameterSlot]:
             f"the gradients of {len(parameters)} parameters lie in main_grad, which another object sums; clip by "
             "what made it: OptimizerConfig(clip_grad=...) for a DataParallel"
         )
-    if any(slot.sums.has_executor for slot in slots):
+    if not any(slot.sums.has_executor for slot in slots):
+        return slots
+    # a program that has changed them has divided them, or is told so before its optimizer's step
+    are_own = _are_own(slots)
+    if are_own == {True}:
+        return []
+    if True in are_own or all(slot.sums.changes.is_empty for slot in slots):
         raise ValueError(
             f"the gradients of these {len(slots)} parameters are an executor's sums over tokens, which the step "
             "divides by num_tokens: a norm of them is not that of the model; use OptimizerConfig(clip_grad=...), and "
-            "the norm that optimizer.step() returns"
+            "the norm that optimizer.step() returns, or divide them first: p.grad.div_(result.num_tokens)"
         )
     return slots
+
+
+def _are_own(slots: Sequence[ParameterSlot]) -> set[bool]:
+    """Whether gradients are tensors that the program has put in the place of a bucket's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradients = [slot.parameter.grad for slot in slots]
+    return {type(g) is not BucketGradient for g in gradients if g is not None}
 
 
 def get_grad_norm(

@@ -105,14 +105,29 @@ def _refuse_other_arguments(name: str, build: Callable[..., object]) -> None:
         ) from None
 
 
+def _required_arguments(module: nn.Module) -> list[str]:
+    """Names of forward's that have no default; none where Python has no signature of it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
+    parameters = inspect.signature(module.forward).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [p.name for p in parameters if p.kind in named and p.default is inspect.Parameter.empty]
+
+
 def _refuse_other_inputs(name: str, module: nn.Module) -> None:
-    """A first stage that takes nothing that a run's batches hold (nanoGPT's idx and targets)."""
+    """A first stage that takes nothing that a run's batches hold (nanoGPT's idx and targets), or wants more.
+
+    As Hugging Face's input_ids beside labels.
+    """
     taken = forward_arguments(module)
-    if not taken or set(taken) & set(_OF_A_BATCH):
+    given = [argument for argument in taken if argument in _OF_A_BATCH]
+    wanted = [argument for argument in _required_arguments(module) if argument not in _OF_A_BATCH]
+    if not taken or (given and not wanted):
         return
+    holds = "none" if not given else f"without a default {', '.join(wanted)}, which is none"
     raise ValueError(
         f"model.build={name} returned a {type(module).__name__} whose forward takes {len(taken)} names "
-        f"({', '.join(taken[:4])}), none of a run's batches: tokens and labels [b, s]. Return a module around it "
+        f"({', '.join(taken[:4])}), {holds} of a run's batches: tokens and labels [b, s]. Return a module around it "
         "with forward(self, tokens, labels) -> losses [b, s], as F.cross_entropy(logits.flatten(0, 1), "
         "labels.flatten(), reduction='none').view_as(labels)"
     )
