@@ -74,6 +74,17 @@ def tokenizer_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer.json")
 
 
+def kept_tokenizer_path(path: Path, identity: str) -> Path:
+    """Where an earlier tokenizer of that path went when a text of another one took its place."""
+    return path.with_name(f"{path.stem}.{identity[:12]}{path.suffix}")
+
+
+def recorded_tokenizer(path: str | Path, identity: str) -> Path:
+    """The file of a tokenizer that a run had from `path`, also where another text was prepared in its place since."""
+    kept = kept_tokenizer_path(Path(path), identity)
+    return kept if kept.is_file() else Path(path)
+
+
 def has_card(prefix: str | Path) -> bool:
     """Whether `prefix.json` is a card, whole or damaged, and not somebody's JSON: the text itself may lie there."""
     content = _content(prefix)

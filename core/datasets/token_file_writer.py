@@ -1,9 +1,11 @@
 """Writes token files that appear whole or not at all, in the format that `token_file` describes."""
 
 import contextlib
+import filecmp
 import hashlib
 import os
 import re
+import warnings
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +23,8 @@ from core.datasets.card import (
     TokenCard,
     card_path,
     has_card,
+    kept_tokenizer_path,
+    read_card,
     sampled_hash,
     tokenizer_path,
 )
@@ -215,6 +219,8 @@ class TokenFileWriter:
         self._paths[3].unlink(missing_ok=True)
         # the card and tokenizer of an earlier file do not describe this one
         inherited = has_card(self._prefix)
+        if inherited:
+            self._keep_earlier_tokenizer()
         try:
             for number, (temporary, path) in enumerate(
                 zip(self._temporary, self._paths, strict=True)
@@ -228,6 +234,24 @@ class TokenFileWriter:
             self._paths[0].unlink(missing_ok=True)
             raise
         _sync_directory(self._paths[3].parent)
+
+    def _keep_earlier_tokenizer(self) -> None:
+        """Runs of the text that was here need it: it is moved aside, and told, unless the same one comes."""
+        earlier, new = self._paths[1], self._temporary[1]
+        if not earlier.is_file() or (new.is_file() and filecmp.cmp(earlier, new, shallow=False)):
+            return
+        try:
+            card = read_card(self._prefix)
+        except ValueError:  # damaged
+            card = None
+        identity = card.tokenizer if card is not None else f"before-{os.getpid()}"
+        kept = kept_tokenizer_path(earlier, identity)
+        earlier.replace(kept)
+        warnings.warn(
+            f"{self._prefix} was a text of another tokenizer, {identity[:12]}: that is kept as {kept}, where runs "
+            "that were trained on it find it; give another output to keep the text, too",
+            stacklevel=2,
+        )
 
     def _card(self, tokenizer: AnyTokenizer, idx_sha256: str) -> TokenCard:
         return TokenCard(

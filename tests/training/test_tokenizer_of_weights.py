@@ -6,8 +6,11 @@ import pytest
 
 from core.datasets import train_tokenizer
 from core.datasets.prepare import main as prepare
+from core.models.huggingface.__main__ import main as export
 from core.pretrain import main as pretrain
 from core.training.config.sources import merge
+from core.training.evaluate import main as evaluate
+from core.training.generate import main as generate
 from tests.training.tiny import S, prepared
 
 TINY = ["--model.num-layers=1", "--model.hidden-size=32", "--model.num-attention-heads=4", "--device=cpu"]
@@ -57,3 +60,31 @@ def test_other_tokens_of_the_same_number_are_told(made, weights, tmp_path, capsy
     assert f"note: checkpoint.weights={weights} knows the tokens of {made.tokenizer}" in capsys.readouterr().out
     pretrain([*flags, f"--data.train={made.train}"])
     assert "knows the tokens" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("with_bytes", [False, True])
+def test_a_text_prepared_in_the_place_of_anothers_leaves_the_runs_tokenizer(tmp_path, capsys, with_bytes):
+    """The README's command twice, with one output."""
+    texts = []
+    for name, words in (("a", "some words of a text"), ("b", "others, of another text")):
+        texts.append(tmp_path / f"{name}.txt")
+        texts[-1].write_text("".join(f"{words} {i * i}\n\n" for i in range(200)))
+    to = ["--documents", "paragraph", "--output", str(tmp_path / "d")]
+    learned = ["--train-tokenizer", "300"]
+    assert prepare(["--input", str(texts[0]), *to, *learned]) == 0
+    flags = [f"--data.train={tmp_path / 'd'}", f"--training.output={tmp_path / 'run'}"]
+    pretrain([*TINY, *RUN, *flags, f"--checkpoint.directory={tmp_path / 'steps'}"])
+    step = tmp_path / "steps" / "step-00000001"
+    before = (tmp_path / "d.tokenizer.json").read_bytes()
+    # the same text again: nothing is kept, nothing is said
+    assert prepare(["--input", str(texts[0]), *to, *learned]) == 0
+    assert [p.name for p in tmp_path.glob("d.tokenizer*")] == ["d.tokenizer.json"]
+
+    with pytest.warns(UserWarning, match=r"was a text of another tokenizer, .* kept as .*d\.tokenizer\.[0-9a-f]{12}"):
+        assert prepare(["--input", str(texts[1]), *to, *([] if with_bytes else learned)]) == 0
+    (kept,) = tmp_path.glob("d.tokenizer.*.json")
+    assert kept.read_bytes() == before and (tmp_path / "d.tokenizer.json").exists() != with_bytes
+    assert generate([str(step), "--prompt", "some words", "--new-tokens", "2"]) == 0
+    assert export(["export", str(step), str(tmp_path / "hf")]) == 0
+    assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == before
+    assert evaluate([str(step), "--data", str(texts[0]), "--max-tokens", "100"]) == 0

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from core.datasets.card import recorded_tokenizer
 from core.datasets.tokenizers.any_tokenizer import load_tokenizer
 from core.datasets.tokenizers.folder import stop_tokens
 from core.models.huggingface.family.family import Fields
@@ -91,18 +92,18 @@ def write_companions(
 
 def _copy_tokenizer(tokenizer: Mapping[str, Any], folder: Path) -> None:
     """`tokenizer.json` of the run, and the little that AutoTokenizer needs beside it."""
-    path = Path(tokenizer["path"])
+    path = recorded_tokenizer(tokenizer["path"], tokenizer["identity"])
     end = tokenizer["end_of_text"]
     if not path.is_file():
         warnings.warn(
-            f"the run's tokenizer {path} is not there; put tokenizer.json into {folder.name}",
+            f"the run's tokenizer {path} is not there; put its tokenizer.json into the folder",
             stacklevel=2,
         )
         return
     if load_tokenizer(path, end).identity != tokenizer["identity"]:
         warnings.warn(
-            f"{path} is another tokenizer than the run's ({tokenizer['identity'][:12]}); put that one into "
-            f"{folder.name}",
+            f"{path} is another tokenizer than the run's ({tokenizer['identity'][:12]}); put that "
+            "one's tokenizer.json into the folder",
             stacklevel=2,
         )
         return

@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from core.datasets import TokenFile, open_blend
+from core.datasets.card import recorded_tokenizer
 from core.datasets.corpus.cached import is_text, tokenizer_beside
 from core.datasets.shards.manifest import is_list
 from core.dist_checkpointing.planning.ranks import agree, problem_of
@@ -59,9 +59,12 @@ def tokenizer_for(url: str, train: tuple[str, ...]) -> str | None:
     """The file of the tokenizer that a checkpoint's run had, for text whose first part says none; None: it says one,
     the tokens were bytes, or the file is not there any more."""
     try:
-        path = tokenizer_of_run(url).get("path")
+        saved = tokenizer_of_run(url)
+        path = saved.get("path")
+        if path is not None:
+            path = recorded_tokenizer(path, saved["identity"])
         first = open_blend(train)[0][1]
-        if path is None or not Path(path).is_file() or is_list(first):
+        if path is None or not path.is_file() or is_list(first):
             return None
         says = not is_text(first) and (TokenFile(first).card or tokenizer_beside(first))
     except (OSError, ValueError):

@@ -8,6 +8,7 @@ from torch import nn
 
 from core.datasets import AnyTokenizer, load_tokenizer
 from core.datasets.answer_ends import answer_ends
+from core.datasets.card import recorded_tokenizer
 from core.dist_checkpointing.reading.loading import open_stored
 from core.models.gpt.description import described, description
 from core.models.gpt.gpt_model import GPTModel
@@ -83,6 +84,8 @@ def tokenizer_file(checkpoint: str | Path, file: str | None = None) -> Path | No
     """`file`, or the one that the run had; None: its tokens are bytes. Raises ValueError: it is not there."""
     saved: Any = open_stored(checkpoint).run.get("tokenizer", {})
     path = file if file is not None else saved.get("path")
+    if file is None and path is not None:
+        path = recorded_tokenizer(path, saved["identity"])
     if file is None and not saved:
         raise ValueError(f"{checkpoint} says nothing of its tokenizer; give --tokenizer FILE")
     if path is not None and not Path(path).is_file():

@@ -106,8 +106,8 @@ def note_on_tokenizer(run: RunConfig, corpus: Corpus) -> str:
     identity = corpus.tokenizer.identity
     if known.get("identity", identity) == identity or run.checkpoint.resumes():
         return ""
-    theirs = known.get("path") or "bytes"
-    ours = corpus.tokenizer_file or "bytes"
+    theirs = f"{known.get('path') or 'bytes'} ({known['identity'][:12]})"
+    ours = f"{corpus.tokenizer_file or 'bytes'} ({identity[:12]})"
     return (
         f"checkpoint.weights={url} knows the tokens of {theirs}, this text has those of {ours}: the numbers mean "
         "other pieces of text; prepare it with that tokenizer, or give that as data.tokenizer"
