@@ -64,7 +64,9 @@ class TokenFile:
         self._bin_path, self._idx_path = file_paths(prefix)
         for path in (self._bin_path, self._idx_path):
             if not path.is_file():
-                remedy = f"make it with `python -m core.datasets.prepare --output {prefix}`"
+                remedy = (
+                    f"make it with `python -m core.datasets.prepare --input TEXT --output {prefix}`"
+                )
                 if alone := _bin_alone(self.prefix):
                     raise FileNotFoundError(
                         f"{alone} has no {alone.with_suffix('.idx').name} beside it: a token file is a .bin and an "

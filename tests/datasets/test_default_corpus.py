@@ -89,9 +89,14 @@ def test_a_second_call_reuses_the_first_even_moved(tmp_path, sources, no_buildin
     assert moved.valid_tokens == first.valid_tokens
 
 
+@pytest.mark.filterwarnings("ignore:.*held a corpus of other inputs")
 def test_other_inputs_are_built_anew(tmp_path, sources):
     first = prepare(tmp_path, sources)
-    second = prepare(tmp_path, sources, vocab_size=290)
+    before = (tmp_path / "out" / "tokenizer.json").read_bytes()
+    with pytest.warns(UserWarning, match=r"another tokenizer, which is kept as .*tokenizer\.[0-9a-f]{12}\.json"):
+        second = prepare(tmp_path, sources, vocab_size=290)
+    (kept,) = (tmp_path / "out").glob("tokenizer.*.json")
+    assert kept.read_bytes() == before
     assert (first.vocab_size, second.vocab_size) == (300, 290)
     assert Tokenizer.load(second.tokenizer).vocab_size == 290
     changed = sources.root / split_by_hash(NAMES, FRACTION)[0][0]
@@ -123,6 +128,7 @@ def test_a_foreign_corpus_json_is_replaced(tmp_path, sources, content):
     assert json.loads((tmp_path / "out" / "corpus.json").read_text())["figures"]["vocab_size"] == 300
 
 
+@pytest.mark.filterwarnings("ignore:.*held a corpus of other inputs")
 def test_an_interrupted_build_is_not_reused(tmp_path, sources, monkeypatch):
     prepare(tmp_path, sources)
     with monkeypatch.context() as patch:

@@ -126,10 +126,10 @@ WRONG = {
         {"data": DataConfig(train="nowhere/t", valid="nowhere/v", tokenizer="nowhere/tokenizer.json")},
         1,
         "nowhere/t.bin does not exist: a token file is a .bin and an .idx; make it with `python -m "
-        "core.datasets.prepare --output nowhere/t`; for the data set of the Hugging Face Hub give "
+        "core.datasets.prepare --input TEXT --output nowhere/t`; for the data set of the Hugging Face Hub give "
         "hf://datasets/nowhere/t; "
         "nowhere/v.bin does not exist: a token file is a .bin and an .idx; make it with `python -m "
-        "core.datasets.prepare --output nowhere/v`; for the data set of the Hugging Face Hub give "
+        "core.datasets.prepare --input TEXT --output nowhere/v`; for the data set of the Hugging Face Hub give "
         "hf://datasets/nowhere/v; "
         "tokenizer=nowhere/tokenizer.json is not a file; give a tokenizer.json",
     ),

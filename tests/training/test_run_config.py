@@ -118,7 +118,7 @@ WRONG = [
         1,
         "main_params=False rounds weights to bfloat16 stochastically, these are",
     ),
-    ({"checkpoint": {"every": 5}}, 1, "checkpoint: every=5 and resume=auto need a directory; give one"),
+    ({"checkpoint": {"every": 5}}, 1, "checkpoint: every=5 and resume=auto need a directory; give one, or every=0"),
     ({"checkpoint": {"keep_last": 0}}, 1, "checkpoint: keep_last=0 must be at least 1"),
 ]
 

@@ -121,7 +121,8 @@ class ParameterSlot:
         if torch._C._current_graph_task_id() != -1:
             raise RuntimeError(
                 f"the gradient of {self.name} was asked for inside of a backward, before the ranks have summed it; "
-                "ask after backward (optimizer.register_step_pre_hook), or change it by parameter.register_hook"
+                "ask after backward (optimizer.register_step_pre_hook), or change it by parameter.register_hook. "
+                "torch's DistributedDataParallel around a model of a DataParallel asks so, too: use one of the two"
             )
         if self.sums.phase is Phase.STEPPED:
             raise RuntimeError(

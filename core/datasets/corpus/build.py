@@ -128,7 +128,7 @@ def prepare_files(
         if not writer.num_documents:
             raise ValueError(
                 f"0 documents in {len(text.sources)} files, skipped: {skipped_text(writer.skipped)}; "
-                f"{_keys_told(text.sources)}check --text-key and the encoding (UTF-8)"
+                f"{_keys_told(text.sources)}check --text-key (of core.datasets.prepare) and the encoding (UTF-8)"
             )
     card = read_card(prefix)
     assert card is not None

@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.datasets.baselines import gzip_bits_per_byte, unigram_bits_per_byte
+from core.datasets.card import kept_tokenizer_path, tokenizer_path
 from core.datasets.corpus.standard_library import (
     SourceFiles,
     read_texts,
@@ -142,6 +144,7 @@ def _build(
     (directory / "corpus.json").unlink(missing_ok=True)
     # from the training side only: the validation text must be new to the tokenizer, too
     tokenizer = train_tokenizer(train, vocab_size)
+    _keep_earlier_tokenizer(directory, tokenizer)
     tokenizer.save(directory / "tokenizer.json")
     _write(directory / "train", train, tokenizer, [str(sources.root)])
     _write(directory / "valid", valid, tokenizer, [str(sources.root)])
@@ -163,6 +166,29 @@ def _build(
     )
     _write_commit_file(directory, key, figures)
     return figures
+
+
+def _keep_earlier_tokenizer(directory: Path, tokenizer: "Tokenizer") -> None:
+    """Runs that were trained on an earlier corpus here need it: it is moved aside, and told, if it is another."""
+    from core.datasets.tokenizers.trained import Tokenizer
+
+    path = directory / "tokenizer.json"
+    try:
+        identity = Tokenizer.load(path).identity
+    except (OSError, ValueError):  # none, or damaged
+        return
+    if identity == tokenizer.identity:
+        return
+    kept = kept_tokenizer_path(path, identity)
+    path.replace(kept)
+    # the same one lies beside each side of the split
+    for side in ("train", "valid"):
+        tokenizer_path(directory / side).unlink(missing_ok=True)
+    warnings.warn(
+        f"{directory} held a corpus of other inputs and another tokenizer, which is kept as {kept}, where runs that "
+        "were trained on it find it; give another data.directory to keep the text, too",
+        stacklevel=4,
+    )
 
 
 def _write(

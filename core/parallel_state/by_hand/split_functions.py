@@ -233,8 +233,7 @@ def _multiplied(name: str, args: tuple, kwargs: dict[str, Any], axes: Axes, resu
         right = right[::-1]
     if not left or not right:
         return None
-    if len(right) == 1:
-        # a vector: multiplied over its only dim
+    if len(right) == 1:  # a vector
         return name if split_axes.is_split(left, [-1]) or split_axes.is_split(right) else None
     # multiplied over a split dim: each rank has its part of the sum
     if split_axes.is_split(left, [-1]) or split_axes.is_split(right, [-2]):

@@ -121,7 +121,8 @@ class CheckpointConfig:
         )
         yield (
             self.directory is not None or (self.every == 0 and self.resume != "must"),
-            f"every={self.every} and resume={self.resume} need a directory; give one",
+            f"every={self.every} and resume={self.resume} need a directory; give one, or every=0 "
+            "(and no resume) to save nothing",
         )
 
     def resumes(self) -> bool:
