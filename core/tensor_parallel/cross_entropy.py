@@ -226,14 +226,14 @@ def vocab_parallel_cross_entropy(
             f"logits {tuple(logits.shape)} need labels {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}"
         )
     if vocab_size is None:
-        vocab_size = _true_columns(logits, 1 if group is None else group.size)
+        vocab_size = true_columns(logits, 1 if group is None else group.size)
     buffer = logits
     if not (inplace and logits.is_contiguous()):
         buffer = logits.clone(memory_format=torch.contiguous_format)
     return _loss(buffer, group, labels, vocab_size, label_smoothing, ignore_index)
 
 
-def _true_columns(logits: Tensor, ranks: int) -> int:
+def true_columns(logits: Tensor, ranks: int) -> int:
     """All of them, or those of the table with padded rows (`VocabParallelEmbedding`'s, tied) that made them.
 
     Raises ValueError: the weight that made them is split, and nothing else is said to be.

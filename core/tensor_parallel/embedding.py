@@ -25,10 +25,17 @@ def _round_up(rows: int, multiple: int = 16) -> int:
 
 
 def vocab_layout(
-    vocab_size: int, hidden_size: int, tp: int, partial: frozenset[str] = frozenset()
+    vocab_size: int,
+    hidden_size: int,
+    tp: int,
+    partial: frozenset[str] = frozenset(),
+    *,
+    is_padded: bool = True,
 ) -> Layout:
-    """Layout of a [v, h] table whose rows are split over tp."""
+    """Layout of a [v, h] table whose rows are split over tp. is_padded: also where tp divides the rows."""
     padding = {0: padded_vocab_rows(vocab_size, tp) - vocab_size}
+    if not is_padded and vocab_size % tp == 0:
+        padding = {}
     return Layout((vocab_size, hidden_size), {"tp": 0}, partial, padding)
 
 
@@ -36,7 +43,8 @@ class VocabParallelEmbedding(PlacedModule):
     """ids -> rows of a [v, h] table, rank r holding rows r*v_padded/tp and on.
 
     ids: [s, b] the same on every rank -> [s, b, h] on every rank ([s/tp, b, h] under sequence parallelism).
-    weight: [v_padded/tp, h]; padded rows are zero and never used.
+    weight: [v_padded/tp, h]; padded rows are zero and never used. is_padded: also where tp divides the rows, so that
+    other numbers of ranks have the same (False: [v/tp, h] then, as for a table that is tied by hand).
     Forward: all-reduce (reduce-scatter). Backward: all-gather of dy (sequence parallelism only).
     """
 
@@ -50,13 +58,13 @@ class VocabParallelEmbedding(PlacedModule):
         place: Placement | None = None,
         init: Init = Init(std=0.02),
         partial: frozenset[str] = frozenset(),
+        is_padded: bool = True,
     ) -> None:
         super().__init__()
         place = place or Placement()
         self.vocab_size = vocab_size
-        self.weight = place.parameter(
-            vocab_layout(vocab_size, hidden_size, place.tp, partial), init
-        )
+        layout = vocab_layout(vocab_size, hidden_size, place.tp, partial, is_padded=is_padded)
+        self.weight = place.parameter(layout, init)
         self.rank = place.rank
         self.is_full_table = place.group is None
         self.stage = place.stage

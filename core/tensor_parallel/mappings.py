@@ -369,12 +369,15 @@ def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:
     Every trainable parameter without a layout gets one, replicated and partial over tp, and a hook that sums its
     gradient in backward. Without this each rank would train a foreign module on its own tokens only.
     """
-    if group is None:
-        return
     for parameter in module.parameters():
-        if parameter.requires_grad and not has_layout(parameter):
-            set_layout(parameter, Layout(tuple(parameter.shape), partial=frozenset({"tp"})))
-            parameter.register_hook(_SumGradientHook(parameter, group))
+        sum_gradient_in_backward(parameter, group)
+
+
+def sum_gradient_in_backward(parameter: Parameter, group: Group | None) -> None:
+    """What `sum_gradients_of_foreign` does, for one parameter."""
+    if group is not None and parameter.requires_grad and not has_layout(parameter):
+        set_layout(parameter, Layout(tuple(parameter.shape), partial=frozenset({"tp"})))
+        parameter.register_hook(_SumGradientHook(parameter, group))
 
 
 class _SumGradientHook:

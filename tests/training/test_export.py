@@ -159,7 +159,7 @@ def test_a_run_goes_to_transformers_with_its_tokenizer(tmp_path, capsys, monkeyp
     (tmp_path / "t.tokenizer.json").rename(tmp_path / "moved.json")
     with pytest.raises(ValueError, match=r"t.tokenizer.json, is not there; give --tokenizer FILE"):
         generate_command([str(step), *words])
-    with pytest.warns(UserWarning, match=r"t.tokenizer.json is not there; put tokenizer.json into"):
+    with pytest.warns(UserWarning, match=r"t.tokenizer.json is not there; put its tokenizer.json into"):
         export_huggingface(step, tmp_path / "without")
     (tmp_path / "moved.json").rename(tmp_path / "t.tokenizer.json")
     assert main(["export", str(step), str(tmp_path / "out"), "--check"]) == 0

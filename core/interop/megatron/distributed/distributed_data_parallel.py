@@ -17,6 +17,7 @@ from core.interop.megatron.settings import refuse_others
 from core.parallel_state import ParallelState, current_state, layout_of
 from core.parallel_state.collectives import all_reduce, broadcast
 from core.parallel_state.optimizer_steps import before_optimizer_steps
+from core.tensor_parallel.mappings import sum_gradient_in_backward
 from core.transformer.moe.experts import Experts
 
 # field -> what there is instead
@@ -88,6 +89,10 @@ class DistributedDataParallel(nn.Module):
             if isinstance(part, Experts):
                 # by `finish_grad_sync`: the experts must not do it in backward as well
                 part.edp_is_summed = True
+        for parameter in module.parameters():
+            # Megatron's mark of what sees this rank's rows under sequence parallelism
+            if getattr(parameter, "sequence_parallel", False):
+                sum_gradient_in_backward(parameter, self.parallel.group("tp"))
         self.shard: DataParallel | None = None
         self._warned = self._shows_main_grads = False
         # what `main_grad` was before the gradient was shown as it

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from core.interop.megatron.distributed.distributed_data_parallel import DistributedDataParallel
 from core.parallel_state import current_state
-from core.parallel_state.collectives import all_reduce, broadcast
+from core.parallel_state.collectives import Group, all_reduce, broadcast
+from core.parallel_state.layout import has_layout
 
 
 def finalize_model_grads(
@@ -41,6 +42,8 @@ def finalize_model_grads(
             )
         if finish is not None:
             finish()
+        else:
+            _sum_marked(chunk, ps.group("tp"))
     tokens = None
     if num_tokens is not None:
         # only the last stage knows its tokens; then the sum over the replicas
@@ -58,3 +61,11 @@ def finalize_model_grads(
             for parameter in chunk.parameters():
                 if parameter.grad is not None:
                     parameter.grad /= tokens
+
+
+def _sum_marked(chunk: nn.Module, group: Group | None) -> None:
+    """Of a chunk that is not wrapped: gradients of this rank's rows, which a program marks as in Megatron."""
+    for parameter in chunk.parameters():
+        is_marked = getattr(parameter, "sequence_parallel", False) and not has_layout(parameter)
+        if is_marked and parameter.grad is not None:
+            parameter.grad = all_reduce(parameter.grad.clone(), group)

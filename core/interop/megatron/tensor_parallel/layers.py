@@ -75,7 +75,11 @@ def _output_and_bias(
 
 
 class ColumnParallelLinear(ours.ColumnParallelLinear):
-    """Ours; `forward` returns (y, bias or None). With `skip_bias_add` the bias is returned and not added."""
+    """Ours; `forward` returns (y, bias or None). With `skip_bias_add` the bias is returned and not added.
+
+    skip_weight_param_allocation: no weight of its own; `forward(x, weight)` has that of a tied table, [o/tp, i].
+    Its forward raises ValueError: no weight then.
+    """
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class ColumnParallelLinear(ours.ColumnParallelLinear):
         bias: bool = True,
         gather_output: bool = False,
         skip_bias_add: bool = False,
+        skip_weight_param_allocation: bool = False,
         tp_group: Any = None,
         **more: Any,
     ) -> None:
@@ -100,11 +105,28 @@ class ColumnParallelLinear(ours.ColumnParallelLinear):
             init=Init(std=0.02),
             gather_output=gather_output,
         )
-        _draw(self, init_method)
+        _draw(self, init_method if not skip_weight_param_allocation else torch.nn.init.zeros_)
+        if skip_weight_param_allocation:
+            self._parameters["weight"] = None
         self.skip_bias_add = skip_bias_add
 
-    def forward(self, x: Tensor, *unused: Any) -> Any:
-        return _output_and_bias(self, super().forward, x)
+    def extra_repr(self) -> str:
+        return super().extra_repr() if self.weight is not None else "weight of another"
+
+    def forward(self, x: Tensor, weight: Tensor | None = None, *unused: Any) -> Any:
+        own_weight = self._parameters["weight"]
+        if weight is None and own_weight is None:
+            raise ValueError(
+                "ColumnParallelLinear has no weight of its own (skip_weight_param_allocation=True), and forward was "
+                "given none: forward(x, weight=embedding.weight)"
+            )
+        if weight is None:
+            return _output_and_bias(self, super().forward, x)
+        self._parameters["weight"] = weight  # type: ignore[assignment]
+        try:
+            return _output_and_bias(self, super().forward, x)
+        finally:
+            self._parameters["weight"] = own_weight
 
 
 class RowParallelLinear(ours.RowParallelLinear):
@@ -165,7 +187,9 @@ class VocabParallelEmbedding(ours.VocabParallelEmbedding):
         placement = replace(
             _placement(config, tp_group), sequence_parallel=reduce_scatter_embeddings
         )
-        super().__init__(num_embeddings, embedding_dim, place=placement, init=Init(std=0.02))
+        super().__init__(
+            num_embeddings, embedding_dim, place=placement, init=Init(std=0.02), is_padded=False
+        )
         _draw(self, init_method)
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
 

@@ -7,6 +7,7 @@ from torch import Tensor
 from core import tensor_parallel as ours
 from core.parallel_state import current_state
 from core.parallel_state.collectives import Group
+from core.tensor_parallel.cross_entropy import true_columns
 
 
 def tensor_group(group: Any = None) -> Group | None:
@@ -65,8 +66,14 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     tp_group: Any = None,
 ) -> Tensor:
-    """Loss per token [...] of logits [..., v/tp]."""
+    """Loss per token [...] of logits [..., v/tp].
+
+    label_smoothing: Megatron's, spread over the v - 1 other classes. torch's, over all v, is v / (v - 1) times it.
+    """
     group = tensor_group(tp_group)
+    if label_smoothing:
+        classes = true_columns(vocab_parallel_logits, 1 if group is None else group.size)
+        label_smoothing *= classes / (classes - 1)
     return ours.vocab_parallel_cross_entropy(
         vocab_parallel_logits, target, group, label_smoothing=label_smoothing
     )
