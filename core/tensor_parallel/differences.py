@@ -30,11 +30,14 @@ def has_full_memory(parameter: Tensor) -> bool:
 
 def _layout_of_parts(shape: Sequence[int], ranks: int) -> str:
     """How a program says that a parameter of `shape` is this rank's part."""
-    whole = ", ".join(map(str, [shape[0] * ranks, *shape[1:]])) if shape else "n"
+    # the first that may be channels: not the 1 of a scale that is broadcast
+    dim = next((place for place, size in enumerate(shape) if size > 1), 0)
+    sizes = [size * ranks if place == dim else size for place, size in enumerate(shape)]
+    whole = ", ".join(map(str, sizes)) if shape else "n"
     comma = "," if len(shape) < 2 else ""
     return (
         "core.parallel_state.layout.set_layout(parameter, "
-        f'core.parallel_state.layout.Layout(({whole}{comma}), {{"tp": 0}})) where it is made'
+        f'core.parallel_state.layout.Layout(({whole}{comma}), {{"tp": {dim}}})) where it is made'
     )
 
 
@@ -68,8 +71,9 @@ def difference_message(
         "core.optimizer.clip_grad_norm_; torch.amp.GradScaler skips on one rank alone: use "
         "core.optimizer.GradScaler; LBFGS takes products of parts: use AdamW, SGD; a parameter of this rank's own "
         f"channels or heads (PReLU's, Mamba's A_log) wants {_layout_of_parts(shape, group.size)}; "
-        "one that all ranks hold alike and apply to their own heads or columns (a norm of each head) wants "
-        "core.tensor_parallel.sum_gradient(parameter, group) in forward; F.linear by hand with a column linear's "
+        "one that all ranks hold alike and apply to their own heads or columns (a norm of each head), or rows under "
+        "sequence parallelism, wants core.tensor_parallel.sum_gradient(parameter, group) in forward (Megatron's mark "
+        "p.sequence_parallel = True under its DistributedDataParallel); F.linear by hand with a column linear's "
         "weight wants copy_to_tensor_region(x, group) before it; random numbers that a forward draws (noise, "
         "DropPath) want one seed on all tensor ranks; an adapter around a "
         "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"

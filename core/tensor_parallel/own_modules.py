@@ -208,12 +208,14 @@ class _Before:
 
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        if self.watch is None or any(p.is_meta for p in module.parameters()):
+        parameters = list(module.parameters())
+        # none: a head that is given the weight of a tied table
+        if self.watch is None or not parameters or any(p.is_meta for p in parameters):
             return
         refuse_transforms("a module of parallel layers")
         self.watch.check_before(module, self._shared_inputs(module, args, kwargs))
         assert self._activations is not None and self._weights is not None
-        device = next(module.parameters()).device
+        device = parameters[0].device
         self._activations.compare_factors(device)
         self._weights.compare_factors(device)
         self._gradients.before_forward(module)

@@ -315,7 +315,7 @@ def test_a_name_that_nobody_has_is_missing_as_ever():
     assert mapping.ShardedTensor is ShardedTensor and SelfAttention.__name__ == "SelfAttention"
 
 
-@pytest.mark.parametrize("name", ["is_expert", "disable_grad_reduce", "skip_weight_param_allocation"])
+@pytest.mark.parametrize("name", ["is_expert", "disable_grad_reduce"])
 def test_a_layer_refuses_an_argument_that_asks_for_something_else(state, name):
     facts = {"config": CONFIG, "init_method": nn.init.xavier_normal_}
     for layer in (tp_.ColumnParallelLinear, tp_.RowParallelLinear, tp_.VocabParallelEmbedding):

@@ -358,7 +358,8 @@ def test_a_schedule_of_ones_own_in_a_run(ranks, made, own):
 WRONG_FUNCTIONS = {
     "model.build": (
         "own_parts:trigram",
-        "own_parts has no function trigram; it has Bigram, bigram, unbiased, NanoGPT, nano, InputIds, input_ids, noargs, nothing",
+        "own_parts has no function trigram; it has Bigram, bigram, unbiased, NanoGPT, nano, InputIds, input_ids, "
+        "noargs, nothing",
     ),
     "pipeline.schedule": ("own_parts:bigram", "schedule=own_parts:bigram over pipeline=2 ranks: "),
     "model.build ": ("nowhere_at_all:f", "module nowhere_at_all cannot be imported from"),

@@ -1,5 +1,6 @@
 """Parallel layers with Megatron's arguments, which return (output, bias)."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,18 +10,32 @@ from torch import Tensor
 
 from core import tensor_parallel as ours
 from core.interop.megatron.tensor_parallel.mappings import tensor_group
-from core.parallel_state import Init, current_state, layout_of
+from core.parallel_state import Init, ParallelState, current_state, layout_of
 from core.tensor_parallel import Placement
+from core.tensor_parallel.own_modules import OwnModules
 
 InitMethod = Callable[[Tensor], Any]
 # one block of rows per rank, as our layouts have it
 DEFAULT_STRIDE = ("stride", 1)
 
 
+# who watches a program's own modules of these layers, on the tensor ranks of a state
+_OWN_MODULES: weakref.WeakKeyDictionary[ParallelState, OwnModules] = weakref.WeakKeyDictionary()
+
+
+def _own_modules() -> OwnModules | None:
+    ps = current_state()
+    group = ps.group("tp")
+    if group is not None and ps not in _OWN_MODULES:
+        _OWN_MODULES[ps] = OwnModules(group, splits_sequence=ps.config.sequence_parallel)
+    return _OWN_MODULES.get(ps)
+
+
 def _placement(config: Any, tp_group: Any) -> Placement:
     return Placement(
         group=tensor_group(tp_group),
         sequence_parallel=current_state().config.sequence_parallel,
+        own_modules=_own_modules(),
         dtype=getattr(config, "params_dtype", torch.float32),
         device=current_state().device,
         filled_by_model=True,  # by `_draw`, with Megatron's init_method
