@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from core.datasets import open_blend
-from core.datasets.card import kept_tokenizer_path, tokenizer_path
+from core.datasets.card import recorded_tokenizer, tokenizer_path
 from core.datasets.corpus.cached import is_text, tokenizer_beside
 from core.parallel_state import ParallelState, launch
 from core.parallel_state.environment import started_processes
@@ -160,9 +160,8 @@ def _tokenizer_of_run(trained: Trained) -> str:
     prefixes = [prefix for _, prefix in open_blend(train)] if train else []
     beside = tokenizer_beside(prefixes[0]) if prefixes else None
     if prefixes and trained.tokenizer is not None:
-        # of an earlier text, in whose place another was prepared
-        kept = kept_tokenizer_path(tokenizer_path(prefixes[0]), trained.tokenizer)
-        beside = kept if kept.is_file() else beside
+        recorded = recorded_tokenizer(tokenizer_path(prefixes[0]), trained.tokenizer)
+        beside = recorded if recorded.is_file() else beside
     if beside is None:
         cause = f"the tokenizer of {trained.url} lies beside its text, which is not here"
         raise ValueError(

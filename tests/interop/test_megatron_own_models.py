@@ -32,7 +32,7 @@ class Own(MegatronModule):
         self.norm = nn.LayerNorm(H, dtype=D)
         if is_marked:
             for p in self.norm.parameters():
-                setattr(p, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+                p.sequence_parallel = config.sequence_parallel
         self.up = tp_.ColumnParallelLinear(H, 16, **more)
         self.down = tp_.RowParallelLinear(16, H, **more)
         self.head = tp_.ColumnParallelLinear(H, V, bias=False, skip_weight_param_allocation=is_tied, **more)

@@ -141,10 +141,10 @@ class BatchRows(Follower):
         x = call.inputs[0]
         self.factors.note(name, call.inputs, args, kwargs)
         # `weights[labels]`
-        is_table = type(args[0]) is Tensor and x.dtype is not torch.bool
-        if is_table and name in (*_TABLES, "gather"):
+        of_plain = type(args[0]) is Tensor
+        if of_plain and name in (*_TABLES, "gather") and x.dtype is not torch.bool:
             self.factors.note_table(args[0])
-        if name in ("one_hot", "embedding") or (name in _TABLES and type(args[0]) is Tensor):
+        if name in ("one_hot", "embedding") or (of_plain and name in _TABLES):
             self._look_up(x, result)
             return
         if name in _COUNTS:

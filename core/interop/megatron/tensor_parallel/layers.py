@@ -3,10 +3,11 @@
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from core import tensor_parallel as ours
 from core.interop.megatron.tensor_parallel.mappings import tensor_group
@@ -137,7 +138,7 @@ class ColumnParallelLinear(ours.ColumnParallelLinear):
             )
         if weight is None:
             return _output_and_bias(self, super().forward, x)
-        self._parameters["weight"] = weight  # type: ignore[assignment]
+        self._parameters["weight"] = cast(Parameter, weight)
         try:
             return _output_and_bias(self, super().forward, x)
         finally:
