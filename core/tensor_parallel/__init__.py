@@ -15,9 +15,9 @@ from core.tensor_parallel.mappings import (
     scatter_to_sequence_region,
     scatter_to_tensor_region,
     sum_gradient,
-    sum_gradients_of_foreign,
 )
 from core.tensor_parallel.placement import Placement
+from core.tensor_parallel.summed_gradients import sum_gradients_of_foreign
 
 __all__ = [
     "ColumnParallelLinear",

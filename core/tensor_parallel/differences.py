@@ -115,8 +115,8 @@ def follow_sums(output: Tensor, group: Group) -> None:
             node.register_prehook(partial(_compare_summed, group))
 
 
-def compare_copied(gradient: Tensor, group: Group) -> None:
-    """Tell, on all ranks, of a gradient behind `copy_to_tensor_region` that each rank has whole. One small all-gather
+def compare_copied(gradient: Tensor, group: Group, function: str) -> None:
+    """Tell, on all ranks, of a gradient behind `function`, which sums, that each rank has whole. One small all-gather
     in the first backwards."""
     if group.compared_copies == _COMPARED:
         return
@@ -125,10 +125,11 @@ def compare_copied(gradient: Tensor, group: Group) -> None:
         return
     group.compared_copies = _COMPARED
     warnings.warn(
-        f"copy_to_tensor_region got one gradient on all of tensor ranks {list(group.ranks)}, of "
+        f"{function} got one gradient on all of tensor ranks {list(group.ranks)}, of "
         f"{list(gradient.shape)}, and adds it up: gradients before it are {group.size} times too large. It stands "
         "where ranks go on with parts of their own (F.linear with a column linear's weight); what goes on alike on "
-        "all of them (a whole head, a norm) takes x as it is",
+        "all of them (a whole head, a norm) takes x as it is, or gather_from_sequence_region(x, group, "
+        "to_tensor_region=False) (Megatron's tensor_parallel_output_grad=False)",
         stacklevel=3,
     )
 

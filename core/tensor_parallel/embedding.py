@@ -30,7 +30,7 @@ def vocab_layout(
     tp: int,
     partial: frozenset[str] = frozenset(),
     *,
-    is_padded: bool = True,
+    is_padded: bool,
 ) -> Layout:
     """Layout of a [v, h] table whose rows are split over tp. is_padded: also where tp divides the rows."""
     padding = {0: padded_vocab_rows(vocab_size, tp) - vocab_size}
@@ -43,8 +43,8 @@ class VocabParallelEmbedding(PlacedModule):
     """ids -> rows of a [v, h] table, rank r holding rows r*v_padded/tp and on.
 
     ids: [s, b] the same on every rank -> [s, b, h] on every rank ([s/tp, b, h] under sequence parallelism).
-    weight: [v_padded/tp, h]; padded rows are zero and never used. is_padded: also where tp divides the rows, so that
-    other numbers of ranks have the same (False: [v/tp, h] then, as for a table that is tied by hand).
+    weight: [v_padded/tp, h]; padded rows are zero and never used. Where tp divides the rows there are none: a head
+    that is tied by hand has no columns of padding. is_padded: there, too, so that other tp have the same rows.
     Forward: all-reduce (reduce-scatter). Backward: all-gather of dy (sequence parallelism only).
     """
 
@@ -58,7 +58,7 @@ class VocabParallelEmbedding(PlacedModule):
         place: Placement | None = None,
         init: Init = Init(std=0.02),
         partial: frozenset[str] = frozenset(),
-        is_padded: bool = True,
+        is_padded: bool = False,
     ) -> None:
         super().__init__()
         place = place or Placement()

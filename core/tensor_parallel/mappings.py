@@ -9,14 +9,14 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
 from core.autograd.gradients import has_main_grad, no_second_derivative
-from core.parallel_state import Layout, ParallelState, current_state, layout_of
+from core.parallel_state import ParallelState, current_state, layout_of
 from core.parallel_state.collectives import Group, all_gather, all_reduce, reduce_scatter
-from core.parallel_state.layout import has_layout, set_layout, true_part
+from core.parallel_state.layout import true_part
 from core.tensor_parallel.differences import compare_copied, compare_gradients
 from core.tensor_parallel.reduced_by_hand import ReducedByHand
 
@@ -86,7 +86,7 @@ class _Copy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
-        compare_copied(gradient, ctx.group)
+        compare_copied(gradient, ctx.group, "copy_to_tensor_region")
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
@@ -154,6 +154,9 @@ class _GatherSequence(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
         if ctx.partial:
+            compare_copied(
+                gradient, ctx.group, "gather_from_sequence_region(to_tensor_region=True)"
+            )
             return reduce_scatter(gradient, ctx.group), None, None
         return sequence_shard(gradient, ctx.group).contiguous(), None, None
 
@@ -361,31 +364,3 @@ def fill_from_full(
     box = layout.box(ps.coordinate, ps.sizes)
     parameter.zero_()
     true_part(parameter, layout, ps.coordinate, ps.sizes).copy_(full.reshape(layout.shape)[box])
-
-
-def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:
-    """For a module applied to sequence shards: what `sum_gradient` does, for parameters of foreign modules.
-
-    Every trainable parameter without a layout gets one, replicated and partial over tp, and a hook that sums its
-    gradient in backward. Without this each rank would train a foreign module on its own tokens only.
-    """
-    for parameter in module.parameters():
-        sum_gradient_in_backward(parameter, group)
-
-
-def sum_gradient_in_backward(parameter: Parameter, group: Group | None) -> None:
-    """What `sum_gradients_of_foreign` does, for one parameter."""
-    if group is not None and parameter.requires_grad and not has_layout(parameter):
-        set_layout(parameter, Layout(tuple(parameter.shape), partial=frozenset({"tp"})))
-        parameter.register_hook(_SumGradientHook(parameter, group))
-
-
-class _SumGradientHook:
-    def __init__(self, parameter: Parameter, group: Group) -> None:
-        self._parameter = parameter
-        self._group = group
-
-    def __call__(self, gradient: Tensor) -> Tensor | None:
-        if has_main_grad(self._parameter):
-            return None  # its owner sums, once per step
-        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), self._group)

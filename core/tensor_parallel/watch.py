@@ -24,8 +24,8 @@ from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
 from core.tensor_parallel.differences import BATCH, difference_message, follow_sums, has_full_memory
 from core.tensor_parallel.hooked_gradients import HookedGradients
-from core.tensor_parallel.mappings import sum_gradients_of_foreign
 from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
+from core.tensor_parallel.summed_gradients import sum_gradients_of_foreign, warn_of_whole_gradients
 
 _MIXED = (
     "all_reduce by hand adds gradients of different parts of a weight, those of other tensor ranks: average over "
@@ -79,7 +79,7 @@ class SplitWatch:
             self._hooked_gradients = HookedGradients(
                 group, partial(self._warn_of_hook, what="a backward hook")
             )
-        self._warned_of_parts = False
+        self._warned_of_parts = self._warned_of_sums = False
         # observes arithmetic between forwards
         self._by_hand: ByHand | None = None
         self._listened_before = after
@@ -281,6 +281,8 @@ class SplitWatch:
                 "rank"
             )
         self._warn_of_equal_parts(split, (split_sums == split_sums[0]).all(0))
+        if self._forwards > 1 and not self._warned_of_sums:
+            self._warned_of_sums = warn_of_whole_gradients(named, group)
 
     def _warn_of_equal_parts(self, split: dict[str, Parameter], are_equal: Tensor) -> None:
         """Warns, once: some split weights were drawn alike on all ranks.

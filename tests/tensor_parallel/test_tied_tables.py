@@ -9,8 +9,10 @@ from core.tensor_parallel import (
     ColumnParallelLinear,
     Placement,
     VocabParallelEmbedding,
+    copy_to_tensor_region,
     fill_from_full,
     full_tensor,
+    gather_from_tensor_region,
     vocab_parallel_cross_entropy,
 )
 from tests.states import state
@@ -60,3 +62,22 @@ def compare(table_is_the_heads, gather_output, tp):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_tied_tables_are_one_processs(ranks, table_is_the_heads, gather_output, tp):
     ranks(compare, table_is_the_heads, gather_output, tp, world=2)
+
+
+def tied_by_hand(tp):
+    ps = state(tp=tp)
+    place = Placement.of(ps)
+    table = VocabParallelEmbedding(CLASSES, WIDTH, place=place)
+    whole = torch.randn(CLASSES, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    fill_from_full(table.weight, whole, parallel=ps)
+    ids = torch.arange(24).view(8, 3)
+    x = copy_to_tensor_region(torch.tanh(table(ids)), place.group)
+    logits = gather_from_tensor_region(F.linear(x, table.weight), place.group)
+    loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten() * 7 % CLASSES)
+    expected = F.cross_entropy((torch.tanh(whole[ids]) @ whole.T).flatten(0, 1), ids.flatten() * 7 % CLASSES)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_head_tied_by_hand_has_no_columns_of_padding(ranks, tp):
+    ranks(tied_by_hand, tp, world=2)

@@ -1,5 +1,6 @@
 """The tokens of a text that a run with `checkpoint.weights` reads: those of the run that trained the weights."""
 
+import json
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ from core.datasets import train_tokenizer
 from core.datasets.prepare import main as prepare
 from core.models.huggingface.__main__ import main as export
 from core.pretrain import main as pretrain
+from core.training import initialize
 from core.training.config.sources import merge
 from core.training.evaluate import main as evaluate
 from core.training.generate import main as generate
@@ -88,3 +90,29 @@ def test_a_text_prepared_in_the_place_of_anothers_leaves_the_runs_tokenizer(tmp_
     assert export(["export", str(step), str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "tokenizer.json").read_bytes() == before
     assert evaluate([str(step), "--data", str(texts[0]), "--max-tokens", "100"]) == 0
+
+
+@pytest.mark.parametrize("form", ["nested", "flat", "toml"])
+def test_initialize_takes_the_model_of_the_weights(weights, made, tmp_path, form):
+    """As the command does; what the program says itself stays."""
+    flat = {
+        "device": "cpu",
+        "checkpoint.weights": weights,
+        "data.train": [str(made.train)],
+        "data.sequence_length": S,
+        "model.hidden_dropout": 0.25,
+        "training.train_steps": 1,
+        "training.global_batch_size": 4,
+    }
+    config = flat
+    if form == "nested":
+        config = {}
+        for name, value in flat.items():
+            section, _, key = name.rpartition(".")
+            (config.setdefault(section, {}) if section else config)[key] = value
+    elif form == "toml":
+        config = tmp_path / "run.toml"
+        config.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in flat.items()))
+    model, *_ = initialize(config=config)
+    facts = model.module.config
+    assert (facts.num_layers, facts.hidden_size, facts.hidden_dropout) == (1, 32, 0.25)

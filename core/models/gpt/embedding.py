@@ -40,6 +40,7 @@ class GPTEmbedding(nn.Module):
             init=Init(std=build.config.init_method_std),
             # its gradient is a part of the sum over the two copies of the table
             partial=frozenset({"embedding"}) if tied_across_stages else frozenset(),
+            is_padded=True,
         )
         self.position_embeddings = (
             spec.positions(build, max_sequence_length) if spec and spec.positions else None
@@ -76,7 +77,7 @@ class OutputLayer(SpreadModule):
         super().__init__()
         place = build.place
         config = build.config
-        layout = vocab_layout(vocab_size, config.hidden_size, place.tp)
+        layout = vocab_layout(vocab_size, config.hidden_size, place.tp, is_padded=True)
         if tied:
             self.weight = None
         else:

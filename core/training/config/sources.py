@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from core import __version__
+from core.training.config.fields import flatten
 from core.training.config.flags import read_flags
 from core.training.config.messages.megatron import OTHER_DEFAULTS, is_script
 from core.training.config.messages.names import in_the_runs_names
@@ -136,10 +137,8 @@ def merge(
     values_by_name |= flags.values
     origin |= flags.typed
     # last, for all sources may name the checkpoint; but what they say of the model is not overwritten
-    of_weights = _settings_of_weights(values_by_name)
+    of_weights = _said_by_weights(values_by_name)
     values_by_name |= of_weights
-    of_weights |= (of_text := _tokenizer_of_weights(values_by_name))
-    values_by_name |= of_text
     origin |= dict.fromkeys(of_weights, "checkpoint.weights")
     draft = drafted(values_by_name)
     origin |= draft.derived
@@ -148,6 +147,26 @@ def merge(
         origin={name: "default" for name in fields_by_name} | origin,
         problems=(*problems, *flags.problems, *draft.problems),
     )
+
+
+def run_of(config: Mapping[str, Any] | str | Path) -> RunConfig:
+    """As `RunConfig.from_dict`, or `from_toml` of a path, where `checkpoint.weights` says the rest of the model."""
+    if isinstance(config, Mapping):
+        run = RunConfig.from_dict(config)
+        given, _ = flatten(config, known_fields())
+    else:
+        run = RunConfig.from_toml(config)
+        given = read_toml(config, known_fields()).values
+    if run.checkpoint.weights is None:
+        return run
+    given["checkpoint.weights"] = run.checkpoint.weights
+    return drafted(given | _said_by_weights(given)).run()
+
+
+def _said_by_weights(given: Mapping[str, Any]) -> dict[str, Any]:
+    """By `checkpoint.weights`: the model, and the tokenizer of a text that has none."""
+    settings = _settings_of_weights(given)
+    return settings | _tokenizer_of_weights({**given, **settings})
 
 
 def _settings_of_weights(given: Mapping[str, Any]) -> dict[str, Any]:

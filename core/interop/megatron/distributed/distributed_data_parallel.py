@@ -17,7 +17,7 @@ from core.interop.megatron.settings import refuse_others
 from core.parallel_state import ParallelState, current_state, layout_of
 from core.parallel_state.collectives import all_reduce, broadcast
 from core.parallel_state.optimizer_steps import before_optimizer_steps
-from core.tensor_parallel.mappings import sum_gradient_in_backward
+from core.tensor_parallel.summed_gradients import sum_gradient_in_backward
 from core.transformer.moe.experts import Experts
 
 # field -> what there is instead

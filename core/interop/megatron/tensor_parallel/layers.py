@@ -203,9 +203,7 @@ class VocabParallelEmbedding(ours.VocabParallelEmbedding):
         placement = replace(
             _placement(config, tp_group), sequence_parallel=reduce_scatter_embeddings
         )
-        super().__init__(
-            num_embeddings, embedding_dim, place=placement, init=Init(std=0.02), is_padded=False
-        )
+        super().__init__(num_embeddings, embedding_dim, place=placement, init=Init(std=0.02))
         _draw(self, init_method)
         self.reduce_scatter_embeddings = reduce_scatter_embeddings
 

@@ -19,6 +19,7 @@ from core.parallel_state.collectives.groups import destroy_world, is_initialized
 from core.parallel_state.environment import join_world, started_processes
 from core.pipeline import LossFn
 from core.training.config import RunConfig, same_on_all_ranks
+from core.training.config.sources import run_of
 from core.training.config.texts import with_token_files
 from core.training.model.begin import begin
 from core.training.model.own import refuse_own_rows
@@ -73,7 +74,7 @@ def initialize(
     _refuse_swapped_arguments(model, batches)
     joins_world = not is_initialized()
     world_size = started_processes() if joins_world else world()[1]
-    run = _checked_run(_run_config(config), model, world_size, reads_text=batches is None)
+    run = _checked_run(_run_config(config, model), model, world_size, reads_text=batches is None)
     has_text = reads_text(run, model, batches, loss_fn)
     # its mistakes are reported before any process group exists
     device = _join_world(run, joins_world=joins_world)
@@ -187,9 +188,11 @@ def _gives_batches(batches: Any) -> bool:
     return any(p.name in ("step", "rank") or p.kind is p.VAR_KEYWORD for p in taken)
 
 
-def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None) -> RunConfig:
+def _run_config(config: RunConfig | Mapping[str, Any] | str | Path | None, model: Any) -> RunConfig:
     if isinstance(config, RunConfig):
         return config
+    if model is None:
+        return run_of(config or {})
     if isinstance(config, str | Path):
         return RunConfig.from_toml(config)
     return RunConfig.from_dict(config or {})

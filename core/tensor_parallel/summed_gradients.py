@@ -1,0 +1,94 @@
+"""Gradients of replicated parameters that tensor ranks have parts of: modules of a program's own on its own rows."""
+
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from core.autograd.gradients import has_main_grad
+from core.parallel_state import Layout
+from core.parallel_state.collectives import Group, all_gather, all_reduce
+from core.parallel_state.collectives.checks import fingerprint
+from core.parallel_state.layout import has_layout, set_layout
+
+
+def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:
+    """For a module applied to sequence shards: what `sum_gradient` does, for parameters of foreign modules.
+
+    Every trainable parameter without a layout gets one, replicated and partial over tp, and a hook that sums its
+    gradient in backward. Without this each rank would train a foreign module on its own tokens only.
+    """
+    for parameter in module.parameters():
+        sum_gradient_in_backward(parameter, group)
+
+
+def sum_gradient_in_backward(parameter: Parameter, group: Group | None) -> None:
+    """What `sum_gradients_of_foreign` does, for one parameter."""
+    if group is not None and parameter.requires_grad and not has_layout(parameter):
+        set_layout(parameter, Layout(tuple(parameter.shape), partial=frozenset({"tp"})))
+        parameter.register_hook(_SumGradientHook(parameter, group))
+
+
+class _SumGradientHook:
+    def __init__(self, parameter: Parameter, group: Group) -> None:
+        self._parameter = parameter
+        self._group = group
+        self._calls = 0
+        # of this rank's gradient, before the sum: zeros until there is one that can be judged
+        self.numbers = torch.zeros(2, dtype=torch.float64)
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        self._calls += 1
+        # in those backwards that a `SplitWatch` asks after
+        if not self._calls & (self._calls - 1):
+            self.numbers = _numbers_of(gradient.detach())
+        if has_main_grad(self._parameter):
+            return None  # its owner sums, once per step
+        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), self._group)
+
+
+def _numbers_of(gradient: Tensor) -> Tensor:
+    """[2]; zeros of one that does not vary: a bias under a loss that is a sum counts rows, as many on each rank."""
+    first = gradient.reshape(-1)[:1]
+    if gradient.numel() != 1 and bool((gradient == first).all()):
+        return torch.zeros(2, dtype=torch.float64, device=gradient.device)
+    return fingerprint(gradient)
+
+
+def warn_of_whole_gradients(named: Iterable[tuple[str, Parameter]], group: Group) -> bool:
+    """Tell, on all ranks, of a gradient that is summed though every rank has all of it; whether it was told.
+
+    Of the last gradients that the hooks have seen. One small all-gather, if there is such a parameter.
+    """
+    hooks = {
+        name: hook
+        for name, parameter in named
+        for hook in (parameter._backward_hooks or {}).values()
+        if isinstance(hook, _SumGradientHook)
+    }
+    if not hooks:
+        return False
+    device = next(iter(hooks.values()))._parameter.device
+    numbers = torch.stack([hook.numbers.to(device) for hook in hooks.values()])
+    gathered = all_gather(numbers[None], group)
+    # parts of a sum differ in their first places
+    off = (gathered - gathered[:1]).abs().amax((0, 2))
+    size = gathered[..., 0].amin(0)
+    are_whole = ((size > 0) & (off <= 1e-6 * size)).tolist()
+    found = [name for name, is_whole in zip(hooks, are_whole, strict=True) if is_whole]
+    if found:
+        warnings.warn(
+            f"{found[0]}{_others(found)}: its gradient is the same on all of tensor ranks {list(group.ranks)}, and "
+            f"is added up, {group.size} times too large: under sequence parallelism, parameters without a layout are "
+            "taken for used on a rank's rows. Of a part that gathers all rows before them, say that each rank has "
+            "the whole where it is made: core.parallel_state.layout.set_layout(parameter, "
+            "core.parallel_state.layout.Layout(tuple(parameter.shape)))",
+            stacklevel=6,
+        )
+    return bool(found)
+
+
+def _others(names: list[str]) -> str:
+    return f" and {len(names) - 1} more" if len(names) > 1 else ""
