@@ -71,6 +71,33 @@ def test_a_rate_by_what_all_share_is_not(ranks, decide):
     assert ranks(said_of_rates, decide, world=2) == [[], []]
 
 
+def said_of_places(counts_all):
+    ps = state(pp=2)
+    stage = ps.index("pp")
+    torch.manual_seed(stage)
+    module = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    pipeline = Pipeline({stage: module}, ps=ps, schedule="1f1b", num_microbatches=2)
+    before = 3 * stage if counts_all else 0
+    groups = [{"params": m.parameters(), "lr": 0.1 * 0.9 ** (before + i)} for i, m in enumerate(module)]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(3):
+            pipeline.step(batch(step), loss_of([]))
+            optimizer.step()
+            optimizer.zero_grad()
+    pipeline.close()
+    return [str(w.message) for w in found if "rates" in str(w.message)]
+
+
+@pytest.mark.parametrize("counts_all", [False, True])
+def test_rates_by_depth_that_begin_again_on_each_stage(ranks, counts_all):
+    """A decay over the layers of one's own stage is another model's; over all of them it is right."""
+    for messages in ranks(said_of_places, counts_all, world=2):
+        assert len(messages) == (not counts_all)
+        assert counts_all or "begin again on each of 2 pipeline ranks" in messages[0]
+
+
 class WithOwnLoss(nn.Module):
     """Its forward gives the gradient of a penalty of its own at once."""
 

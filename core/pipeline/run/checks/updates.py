@@ -18,6 +18,7 @@ from core.parallel_state.environment import reading_waits
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import READ_EVERY
+from core.pipeline.run.checks.rates_by_place import rates_by_place
 
 _SHARED = "the step's result, core.optimizer.GradScaler, core.optimizer.get_grad_norm"
 
@@ -45,6 +46,9 @@ class StageUpdates:
         # since the last step: an optimizer's step, and the log of the factor by which its rate has changed
         self._has_stepped = False
         self._change: float | None = None
+        # of an optimizer's first step, until they have travelled
+        self._rates_by_place: float | None = None
+        self._has_looked_at_places = self._has_read_places = False
         before_optimizer_steps(self._note)
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -53,6 +57,9 @@ class StageUpdates:
         if not groups:
             return
         self._has_stepped = True
+        if not self._has_looked_at_places:
+            self._has_looked_at_places = True
+            self._rates_by_place = rates_by_place(self._modules, optimizer)
         rate = groups[0].get("lr")
         before = self._rates.get(optimizer)
         # a rate on a device would have to be waited for
@@ -64,10 +71,10 @@ class StageUpdates:
             self._change = math.log(rate / before) + (self._change or 0.0)
 
     def with_numbers(self, total: Tensor) -> Tensor:
-        """float64 [n] -> [n + 7], to be summed over all ranks.
+        """float64 [n] -> [n + 10], to be summed over all ranks.
 
         Ranks: whose weights were written, could be; with an optimizer's step, that could; with a rate, its change,
-        that squared.
+        that squared; with rates by the place of a layer, a number of these, that squared.
         """
         before = self._versions
         self._versions = [p._version for p in self._trainable()]
@@ -82,14 +89,16 @@ class StageUpdates:
             float(self._change is not None),
             change,
             change * change,
+            *_moments(self._rates_by_place),
         ]
-        self._has_stepped, self._change = False, None
+        self._has_stepped, self._change, self._rates_by_place = False, None, None
         return torch.cat((total, total.new_tensor(numbers)))
 
     def look(self, sums: Tensor) -> None:
-        """Warns, once, on every rank. sums: [7], over all ranks."""
+        """Warns, once, on every rank. sums: [10], over all ranks."""
         self._step += 1
-        updated, trainable, stepped, could_step, count, change, squares = sums
+        updated, trainable, stepped, could_step, count, change, squares = sums[:7]
+        self._look_at_places(*sums[7:])
         differ = (updated > 0) & (updated < trainable)
         differ |= (stepped > 0) & (stepped < could_step)
         # ranks without a change that others have, or with another
@@ -119,5 +128,24 @@ class StageUpdates:
             stacklevel=4,
         )
 
+    def _look_at_places(self, count: Tensor, number: Tensor, squares: Tensor) -> None:
+        """Warns where the stages' layers have equal rates by their place in the stage. Read in one step only."""
+        if not self._has_looked_at_places or self._has_read_places:
+            return
+        self._has_read_places = True
+        are_alike = count * squares - number * number <= 1e-12 * count * squares
+        # more than the replicas of one stage
+        if count > self._ps.size("dp-cp") and are_alike:
+            warnings.warn(
+                "the learning rates of a stage's layers go by their place in the stage, and begin again on each of "
+                f"{self._ps.size('pp')} pipeline ranks: a decay by depth counts the layers of the whole model (layer "
+                "7 of a GPTModel is decoder.layers.7 wherever it lives; of stages of your own add those before)",
+                stacklevel=5,
+            )
+
     def _trainable(self) -> list[Tensor]:
         return [p for module in self._modules for p in module.parameters() if p.requires_grad]
+
+
+def _moments(number: float | None) -> tuple[float, float, float]:
+    return (0.0, 0.0, 0.0) if number is None else (1.0, number, number * number)
