@@ -198,7 +198,9 @@ class OptimizerConfig:
         too_large = [name for name in step_fields if (getattr(self, name) or 0) > MOST_STEPS]
         for name in too_large:
             yield False, f"{name}={getattr(self, name)} must be at most 2**62"
-        if self.lr_schedule in known and not too_large:
+        are_in_order = 0 <= self.min_lr <= self.lr or self.lr_schedule in SCHEDULES
+        yield are_in_order, f"min_lr={self.min_lr} must be between 0 and lr={self.lr}"
+        if self.lr_schedule in known and not too_large and are_in_order:
             # a schedule checks its own fields when it is made
             try:
                 _ = self.learning_rate

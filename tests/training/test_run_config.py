@@ -102,7 +102,7 @@ WRONG = [
     ({"training": {"eval_batches": -1}}, 1, "training: eval_batches=-1 must not be negative"),
     ({"training": {"peak_tflops": 0}}, 1, "training: peak_tflops=0.0 must be above 0; leave it out to have it found"),
     ({"training": {"global_batch_size": 100}}, 8, "micro_batch_size=2 x data(8) = 16; use 96 or 112"),
-    ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}}, 1, "minimum=0.001 must be between 0 and peak=0.0001"),
+    ({"optimizer": {"lr": 1e-4, "min_lr": 1e-3}}, 1, "min_lr=0.001 must be between 0 and lr=0.0001"),
     (
         COSINE | {"optimizer.lr_warmup_steps": 500},
         1,

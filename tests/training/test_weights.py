@@ -204,7 +204,17 @@ def test_a_run_that_is_prolonged_says_that_the_rate_is_laid_out_anew(made, base,
     run(made, **more, optimizer__lr_schedule="cosine")
     assert "rate is laid out anew: optimizer.lr_schedule=constant (now cosine)" in capsys.readouterr().out
     run(made, **more)
-    assert "laid out anew" not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "laid out anew" not in out and "updates are others" not in out
+
+
+def test_a_run_that_goes_on_says_that_its_updates_are_others(made, base, capsys):
+    fields = {"optimizer__weight_decay": 0.3, "optimizer__clip_grad": 0.5, "optimizer__adam_beta2": 0.9}
+    run(made, checkpoint__load=base["llama"], training__train_steps=4, **fields)
+    out = capsys.readouterr().out
+    assert "the updates are others from here on: " in out and "laid out anew" not in out
+    for change in ("weight_decay=0.1 (now 0.3)", "clip_grad=1.0 (now 0.5)", "adam_beta2=0.999 (now 0.9)"):
+        assert f"optimizer.{change}" in out
 
 
 def test_a_change_that_is_no_field():

@@ -63,6 +63,20 @@ def changes_of_rate(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[s
     ]
 
 
+def changes_of_update(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Other settings of the optimizer than before, as above."""
+    of_rate = ("optimizer.lr", "optimizer.min_lr")
+    return [
+        f"{name}={saved[name]} (now {value})"
+        for name, value in here.items()
+        # JSON has no tuples
+        if name.startswith("optimizer.")
+        and not name.startswith(of_rate)
+        and name in saved
+        and saved[name] != (list(value) if isinstance(value, tuple) else value)
+    ]
+
+
 def compare_models(
     url: str, here: Mapping[str, Any] | None, allowed: tuple[str, ...], say: Callable[[str], None]
 ) -> None:

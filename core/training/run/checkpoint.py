@@ -32,6 +32,7 @@ from core.training.resume.other_optimizer import (
 from core.training.resume.same_run import (
     changes_of_order,
     changes_of_rate,
+    changes_of_update,
     compare_models,
     order_of,
 )
@@ -228,8 +229,11 @@ class Checkpoints(AbstractContextManager):
             f"{self.optimizer.step_count} updates ({self.optimizer.skipped_steps} skipped)\n"
             f"layout before: {saved_layout}\nlayout now:    {layout}"
         )
-        if changed := changes_of_rate(stored_run.get("settings", {}), self._settings):
+        settings = stored_run.get("settings", {})
+        if changed := changes_of_rate(settings, self._settings):
             self.say(f"the learning rate is laid out anew: {', '.join(changed)}")
+        if changed := changes_of_update(settings, self._settings):
+            self.say(f"the updates are others from here on: {', '.join(changed)}")
         return step
 
     def _take_name(self, before: Any) -> None:
