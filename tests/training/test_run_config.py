@@ -205,7 +205,7 @@ def test_all_parts_are_told_at_once():
     assert "unknown optimizer.lrr; did you mean optimizer.lr?" in told
     assert "training: micro_batch_size=0 must be at least 1" in told
     assert "data: vocab_size=3 cannot hold every byte; use 257 or more" in told
-    assert any("peak=-1.0" in text for text in told)
+    assert any("and lr=-1.0" in text for text in told)
     assert any("hidden_size=100 does not divide" in text for text in told), "rules between the parts that are right"
     assert len(told) == 6
 
