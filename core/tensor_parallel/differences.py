@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from core.autograd.graph import nodes_behind
 from core.parallel_state.collectives import Group, all_gather
-from core.parallel_state.collectives.checks import fingerprint
+from core.parallel_state.collectives.checks import checksum, fingerprint
 from core.parallel_state.collectives.groups import ranks_of_sum
 
 BATCH = "the batch"
@@ -78,6 +78,21 @@ def difference_message(
         "DropPath) want one seed on all tensor ranks; an adapter around a "
         "linear that is split needs its halves split alike (docs/concepts/tensor_parallel.md)"
     )
+
+
+@torch.no_grad()
+def refuse_other_ids(ids: Tensor, group: Group) -> None:
+    """Raise ValueError, on every rank: a table's ids are not the same on all. One small all-gather."""
+    if torch._C._are_functorch_transforms_active():
+        return
+    sums = all_gather(checksum(ids)[None], group)
+    unlike = (sums != sums[0]).nonzero()
+    if len(unlike):
+        raise ValueError(
+            f"VocabParallelEmbedding got other ids {list(ids.shape)} on rank {group.ranks[int(unlike[0])]} than on "
+            f"rank {group.ranks[0]}, which holds another part of the table: read one batch on all tensor ranks, and "
+            "sample tokens of gathered logits with one seed on all (torch.manual_seed(seed), not seed + rank)"
+        )
 
 
 @torch.no_grad()

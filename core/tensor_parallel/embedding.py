@@ -1,9 +1,11 @@
 """Vocabulary parallelism (arXiv 1909.08053): a table whose rows are split over ranks, padded in memory only."""
 
+import torch
 from torch import Tensor
 
 from core.autograd import deferred_embedding
 from core.parallel_state import Init, Layout
+from core.tensor_parallel.differences import refuse_other_ids
 from core.tensor_parallel.own_modules import PlacedModule
 from core.tensor_parallel.placement import Placement
 
@@ -69,10 +71,17 @@ class VocabParallelEmbedding(PlacedModule):
         self.is_full_table = place.group is None
         self.stage = place.stage
         self.comm = place.row_comm()
+        self.group = place.group
+        self._calls = 0
         self.place_in(place.own_modules)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """[s, b] -> [s, b, h] (see the class)."""
+        """[s, b] -> [s, b, h] (see the class). Raises ValueError: other ids on another tensor rank."""
+        if self.group is not None and not torch.compiler.is_compiling():
+            self._calls += 1
+            # in calls 1, 2, 4 ...: also of a generation by hand, which passes by the model's own forward
+            if not self._calls & (self._calls - 1):
+                refuse_other_ids(ids, self.group)
         weight = self.weight
         return deferred_embedding(
             ids,
