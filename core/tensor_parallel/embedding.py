@@ -72,16 +72,15 @@ class VocabParallelEmbedding(PlacedModule):
         self.stage = place.stage
         self.comm = place.row_comm()
         self.group = place.group
-        self._calls = 0
+        # calls without gradients with ids of one shape, one after the other
+        self._calls, self._shape = 0, torch.Size()
         self.place_in(place.own_modules)
 
     def forward(self, ids: Tensor) -> Tensor:
         """[s, b] -> [s, b, h] (see the class). Raises ValueError: other ids on another tensor rank."""
-        if self.group is not None and not torch.compiler.is_compiling():
-            self._calls += 1
-            # in calls 1, 2, 4 ...: also of a generation by hand, which passes by the model's own forward
-            if not self._calls & (self._calls - 1):
-                refuse_other_ids(ids, self.group)
+        # of a generation by hand, which passes by the model's own forward and what is compared there
+        if self.group is not None and not torch.is_grad_enabled():
+            self._compare(ids)
         weight = self.weight
         return deferred_embedding(
             ids,
@@ -93,3 +92,12 @@ class VocabParallelEmbedding(PlacedModule):
             stage=self.stage,
             comm=self.comm,
         )
+
+    @torch.compiler.disable
+    def _compare(self, ids: Tensor) -> None:
+        """In calls 1, 2, 4 ... with ids of one shape."""
+        if ids.shape != self._shape:
+            self._calls, self._shape = 0, ids.shape
+        self._calls += 1
+        if self.group is not None and not self._calls & (self._calls - 1):
+            refuse_other_ids(ids, self.group)

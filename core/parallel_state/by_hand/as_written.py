@@ -116,7 +116,10 @@ def _change(stance: str) -> Any:
 def compiles() -> bool:
     """Whether the program has given anything to torch.compile; where torch does not say so, it may have."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and bool(getattr(dynamo, "cached_backends", True))
+    if dynamo is None or not hasattr(dynamo, "cached_backends"):
+        return dynamo is not None
+    # None is what `torch.compiler.disable` leaves there
+    return any(backend is not None for backend in dynamo.cached_backends.values())
 
 
 def _is_half_free(device: torch.device) -> bool:
