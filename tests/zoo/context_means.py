@@ -121,6 +121,21 @@ def means_of_all(program, losses, domains):
     return sums[:, 0] / sums[:, 1]
 
 
+def own_share(program):
+    """The part of the tokens with a label which are this rank's."""
+    here = program.mask.sum()
+    return here / summed_over_ranks(program, here.clone())
+
+
+def labelled(program, **how):
+    """Cross entropy of the tokens that count."""
+    labels = program.labels.masked_fill(program.mask == 0, -100)
+    return F.cross_entropy(program.logits().flatten(0, 1), labels.flatten(), **how)
+
+
+SHARES = "each row that has a loss weighs 1/"
+
+
 def told(what, loss_of, message="the loss takes a mean over .* which are this context rank's"):
     return Case(what, by(loss_of), "told", message, ALL)
 
@@ -149,6 +164,25 @@ CASES = [
         "times the context ranks",
     ),
     Case("the same, times the context ranks", by(lambda p: p.losses().sum() / TOKENS * p.ranks)),
+    Case(
+        "a rank's own mean by its part of all tokens, `cross_entropy(...) * n / N` (TRL, verl)",
+        by(lambda p: labelled(p) * own_share(p)),
+        "told",
+        SHARES,
+        "times the context ranks",
+    ),
+    Case(
+        "the same of losses, `losses[mask].mean() * (n / N)`",
+        by(lambda p: p.losses()[p.mask > 0].mean() * own_share(p)),
+        "told",
+        SHARES,
+        "times the context ranks",
+    ),
+    Case("that, times the context ranks", by(lambda p: labelled(p) * own_share(p) * p.ranks)),
+    Case(
+        "a sum over the tokens that count by the number of all, `sum / labels.numel()` (OLMo)",
+        by(lambda p: labelled(p, reduction="sum") / p.labels.numel()),
+    ),
     Case("`losses.sum() / n`, n / cp a tensor", by(lambda p: p.losses().sum() / (TOKENS / p.ranks))),
     Case(
         'weights by place, `torch.einsum("bs,s->b", losses, weights)`',

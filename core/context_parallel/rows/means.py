@@ -71,6 +71,28 @@ def told_of_means(numbers: Tensor, ranks: tuple[int, ...], tolerance: float) -> 
     return ""
 
 
+def told_of_shares(numbers: Tensor, size: int, rows: int, tolerance: float) -> str:
+    """What is said of `numbers_of_weights` [cp, ...] where gradients are averaged over the ranks; "" if nothing.
+
+    Rows that weigh 1 / n each, n those of all ranks, are a mean of one process; the average takes 1 / cp of it. Only
+    where the ranks' own numbers differ: means of one's own, of as many microbatches as ranks, look like it. rows: of
+    each rank, by which a program may divide.
+    """
+    smallest, largest, counts = numbers[:, :_NUMBERS].unbind(-1)
+    heaviest = largest.max()
+    if not bool((counts > 0).all()) or not bool((counts != counts[0]).any()):
+        return ""
+    total = float(heaviest * counts.sum())
+    differs = float(heaviest - smallest.min()) > tolerance * float(heaviest)
+    if differs or abs(total - 1) > tolerance or int(counts.sum()) == rows:
+        return ""
+    return (
+        f"each row that has a loss weighs 1/{int(counts.sum())}, the number of all {size} context ranks' rows that "
+        f"have one. DataParallel averages over them, which leaves 1/{size} of one process's gradient: multiply the "
+        f"loss by {size}"
+    )
+
+
 def _range(values: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
     """The largest and the smallest over the ranks that have rows."""
     return torch.where(used, values, -torch.inf).amax(0), torch.where(used, values, torch.inf).amin(

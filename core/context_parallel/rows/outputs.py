@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -319,7 +320,7 @@ class Sums(Follower):
             return
         self._count += 1
         place = self._count
-        total = Total(rows, counts_of(of, result) if of is not None else frozenset({rows} - {0, 1}))
+        total = Total(rows, counts_of(of, result, {rows, prod(self._shape)}))
         total.kept = rows if of is None else of.detach().count_nonzero()
         total.may_be_pooled = not self._is_loss and result.shape == self._shape[:1]
         if rows and (self._is_loss or result.dim() == 0 or total.may_be_pooled):
@@ -393,8 +394,7 @@ class Sums(Follower):
         self._owner.ended |= bool(gathered[:, -1].any())
         if self._owner.ended:
             return
-        gathered = gathered[:, :-1]
-        how = {"judges_totals": self._judges_totals}
-        for found in verdicts(gathered, group, self._divisors, gradient.dtype, **how):
+        how = (self._judges_totals, prod(self._shape) * self._owner.is_averaged)
+        for found in verdicts(gathered[:, :-1], group, self._divisors, gradient.dtype, *how):
             # without a remedy of its own: that of sums
             self._owner.tell(*filter(None, found))

@@ -84,12 +84,13 @@ class RowSums:
         self._forwards += 1
         if is_turn(self._forwards) and not self.ended:
             sums = Sums(self, output, judges_totals=not sums_are_given)
+            # its hook comes first: what it finds is compared
+            if rows_dim == 1 and output.dim() == 3:
+                self._weigh(sums, output)
             output.register_hook(sums.compare)
             if not self.told:
                 self._as_written.begin(self._forwards, output.device)
                 sums.mark(output, axes_of_rows(output, rows_dim))
-            if rows_dim == 1 and output.dim() == 3:
-                self._weigh(sums, output)
             self._latest = weakref.ref(sums)
 
     def _weigh(self, sums: Sums, logits: Tensor) -> None:

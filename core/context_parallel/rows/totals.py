@@ -115,31 +115,36 @@ def weight_of_count(total: Total | None, gradient: Tensor | None) -> Tensor | fl
 class SharedCounts:
     """Sums over one output's rows that a tensor divides: is it the tokens of all context ranks, and nothing else?
 
-    numbers: [4], of all sums what else scales them, less 1; the tensor; rows with a loss; how far tensors differ.
+    numbers: [5], of all sums what else scales them, less 1; the tensor; rows with a loss; how far tensors differ;
+    whether several tensors scale one, so that this is what they come to.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.numbers = torch.zeros(4, dtype=torch.float64, device=device)
+        self.numbers = torch.zeros(5, dtype=torch.float64, device=device)
 
     def note(self, total: Total, gradient: Tensor) -> None:
         """In backward: of one sum, and its gradient."""
         if total.divisor is None or not total.rows:
             return
         divisor = total.divisor.reshape(()).to(self.numbers)
-        scale = gradient.detach().double().mean() * divisor
+        size = gradient.detach().double().mean()
+        is_of_several = divisor.isnan() & (size != 0)
+        divisor = torch.where(is_of_several, (1 / size.abs()).round(), divisor)
+        scale = size * divisor
         first = torch.where(self.numbers[1] == 0, divisor, self.numbers[1])
         self.numbers[0] += (scale.abs() - 1).abs()
         self.numbers[1] = first
         self.numbers[2] += total.kept
         self.numbers[3] += (divisor - first).abs()
+        self.numbers[4] += is_of_several
 
 
 def told_of_shared_counts(numbers: Tensor, size: int, tolerance: float) -> str:
-    """What is said of the `numbers` [cp, 4] of `SharedCounts`; "" if nothing.
+    """What is said of the `numbers` [cp, 5] of `SharedCounts`; "" if nothing.
 
     A mean over the ranks' numbers of tokens is right, as gradients are averaged; so is one of several microbatches.
     """
-    scaled, counts, kept, spread = numbers.unbind(1)
+    scaled, counts, kept, spread, of_several = numbers.unbind(1)
     count = float(counts[0])
     if (
         not numbers.isfinite().all()
@@ -149,6 +154,9 @@ def told_of_shared_counts(numbers: Tensor, size: int, tolerance: float) -> str:
     ):
         return ""
     if float(scaled.max()) > tolerance or bool(spread.any()):
+        return ""
+    # a weight of 1/2 makes as much of a rank's own tokens, if all have as many
+    if bool(of_several.any()) and not bool((kept != kept[0]).any()):
         return ""
     rows = float(kept.sum())
     # of the rows' mean, which is 1 of one microbatch
@@ -165,12 +173,17 @@ def told_of_shared_counts(numbers: Tensor, size: int, tolerance: float) -> str:
     )
 
 
-def counts_of(x: Tensor, result: Tensor) -> frozenset[float]:
-    """How many elements of x, and how many rows of hidden states [s, b, h], are in each number of `result`."""
-    counts = {x.numel(), x.numel() // max(result.numel(), 1)}
-    if x.dim() == 3:
-        counts.add(x.shape[0] * x.shape[1])
-    return frozenset(counts - {1})
+def counts_of(x: Tensor | None, result: Tensor, known: set[float]) -> frozenset[float]:
+    """How many elements of x, and how many rows of hidden states [s, b, h], are in each number of `result`.
+
+    known: numbers of this rank's rows, with a loss and all.
+    """
+    counts = set(known)
+    if x is not None:
+        counts |= {x.numel(), x.numel() // max(result.numel(), 1)}
+        if x.dim() == 3:
+            counts.add(x.shape[0] * x.shape[1])
+    return frozenset(counts - {0, 1})
 
 
 def summed_rows(name: str, args: tuple, kwargs: dict[str, Any]) -> float:

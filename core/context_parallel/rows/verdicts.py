@@ -16,7 +16,7 @@ from core.context_parallel.rows.factors import (
     told_of_scalars,
     told_of_tables,
 )
-from core.context_parallel.rows.means import told_of_means
+from core.context_parallel.rows.means import told_of_means, told_of_shares
 from core.context_parallel.rows.reads import BRANCH_REMEDY
 from core.context_parallel.rows.totals import (
     COUNT_REMEDY,
@@ -29,7 +29,7 @@ from core.parallel_state.collectives import Group
 
 # norm and mean of the sums' gradients, what rows weigh, tensors that divide sums, sums of the batch, numbers, tensors
 # of outputs, of the batch, tables for the batch; then weights of rows, as many numbers as there are sequences
-_SIZES = [2, 1, 4, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS, NUM_TABLES]
+_SIZES = [2, 1, 5, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS, NUM_TABLES]
 
 
 def verdicts(
@@ -37,10 +37,13 @@ def verdicts(
     group: Group,
     divisors: Divisors,
     dtype: torch.dtype,
-    *,
     judges_totals: bool,
+    averaged_rows: int,
 ) -> Iterator[tuple[str, str]]:
-    """(message, its remedy; "": that of sums) of each thing that is wrong. numbers: [ranks, ...] of `_SIZES`."""
+    """(message, its remedy; "": that of sums) of each thing that is wrong. numbers: [ranks, ...] of `_SIZES`.
+
+    averaged_rows: of each rank, where gradients are averaged over the ranks; else 0.
+    """
     of_means = numbers[:, sum(_SIZES) :]
     sums, weights, counts, of_batch, scalars, of_outputs, of_tokens, tables = numbers[
         :, : sum(_SIZES)
@@ -51,6 +54,9 @@ def verdicts(
         of_weights = (told_of_totals(weights[:, 0], group.size, max(tolerance, 1e-4)), "")
     else:
         of_weights = (told_of_counts(weights[:, 0], group.size), COUNT_REMEDY)
+    of_shares = ""
+    if averaged_rows:
+        of_shares = told_of_shares(of_means, group.size, averaged_rows, max(tolerance, 1e-5))
     found = [
         told_of_factors(of_outputs),
         told_of_factors(of_tokens),
@@ -60,6 +66,7 @@ def verdicts(
         (told_of_sums(sums, group.ranks, tolerance), ""),
         (told_of_shared_counts(counts, group.size, tolerance) if judges_totals else "", ""),
         (told_of_means(of_means, group.ranks, max(tolerance, 1e-5)), ""),
+        (of_shares, ""),
         (told_of_scalars(scalars), BRANCH_REMEDY),
     ]
     yield from ((message, remedy) for message, remedy in found if message)
