@@ -36,7 +36,7 @@ from core.data_parallel.watch import UpdateWatch
 from core.data_parallel.weights.kept import KeptMemory
 from core.data_parallel.weights.start import check_parts, new_parameters
 from core.data_parallel.weights.table import Members, Units, own_stage, stages_of
-from core.parallel_state.by_hand import make_plain, watch_rows_of_own
+from core.parallel_state.by_hand import Reporter, listen_again, make_plain, watch_rows_of_own
 from core.parallel_state.modules import Modules, named_parameters
 from core.parallel_state.state import ParallelState
 
@@ -102,7 +102,7 @@ class DataParallel(BesideModule, GradSync):
         self.require_gradients = require_gradients
         on_meta = allocate_from_meta(module, ps)  # new parameters: before anybody notes one
         self._names = {p: name for name, p in named_parameters(module) if p.requires_grad}
-        self._take_over()
+        listened = self._take_over()
         stages = stages_of(module, shard_units)
         self.buffers = make_buffers(
             module,
@@ -135,6 +135,7 @@ class DataParallel(BesideModule, GradSync):
             self.agreement, self.buffers, self._stages, slots, self._adopt_weights
         )
         self._hooks = self._gradient_sums.hook_parameters()
+        listen_again(listened, self._names)
 
     def _follow(self, stages: Sequence[Members], slots: Sequence[ParameterSlot]) -> None:
         """Who holds what (pipeline stages their buckets, units their layers), and who counts gradients."""
@@ -145,7 +146,7 @@ class DataParallel(BesideModule, GradSync):
             slots,
             zero_stage=self.zero_stage,
             overlap=self.overlap,
-            backward_begins=self._plain_backward,
+            backward_begins=lambda stage: self._gradient_sums.plain_backward(stage),
         )
         self._unsynced = Unsynced(lambda: self._gradient_sums.arrivals)
         self._gradient_sums = GradientSums(
@@ -160,16 +161,14 @@ class DataParallel(BesideModule, GradSync):
             unsum=self._unsum,
         )
 
-    def _take_over(self) -> None:
+    def _take_over(self) -> set[Reporter]:
         refuse_spread(self._names)
         check_parts(self.module, self.ps)
         watch_rows_of_own(self.module, self.ps.size("cp"))
-        make_plain(self._names)
+        listened = make_plain(self._names)
         self._kept = KeptMemory(self._names)
         refuse_owned(self._names)
-
-    def _plain_backward(self, stage: nn.Module) -> bool:
-        return self._gradient_sums.plain_backward(stage)
+        return listened
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Global name -> every trainable parameter."""

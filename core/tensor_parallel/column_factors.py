@@ -30,6 +30,7 @@ _ELEMENTWISE = """
     add iadd sub isub rsub mul imul multiply div idiv divide truediv itruediv true_divide floor_divide pow ipow where
     masked_fill masked_select maximum minimum fmax fmin max min addcmul addcdiv lerp clamp clamp_min clamp_max copy
     eq ne lt le gt ge and or xor logical_and logical_or logical_xor baddbmm fmod remainder atan2 copysign
+    expand_as
 """
 # the dim, and the numbers of columns after it
 _NUMBERED = ("index_fill", "index_copy", "index_add", "scatter", "scatter_add", "scatter_reduce")

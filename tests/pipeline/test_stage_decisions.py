@@ -71,6 +71,90 @@ def test_a_rate_by_what_all_share_is_not(ranks, decide):
     assert ranks(said_of_rates, decide, world=2) == [[], []]
 
 
+class Unfrozen(nn.Module):
+    """fairseq's `freeze_finetune_updates`: no gradients until a step."""
+
+    def __init__(self, decides):
+        super().__init__()
+        self.lin, self.decides, self.step = nn.Linear(4, 4), decides, 0
+
+    def forward(self, input):
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not (self.decides and self.step < 2)):
+            return self.lin(input).tanh()
+
+
+def unfrozen(recompute, decides):
+    """A first stage that is trained from step 2 on: what is said, and its weight against one process."""
+    ps = state(pp=2)
+    stage = ps.index("pp")
+    torch.manual_seed(0)
+    whole = nn.Sequential(Unfrozen(decides), nn.Linear(4, 4)).double()
+    torch.manual_seed(0)
+    mine = nn.Sequential(Unfrozen(decides), nn.Linear(4, 4)).double()[stage]
+    pipeline = Pipeline({stage: mine}, ps=ps, schedule="1f1b", num_microbatches=2, recompute=recompute)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (mine, whole)]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(5):
+            given = {name: x.double() for name, x in batch(step).items()}
+            for first in (mine, whole[0]):
+                if isinstance(first, Unfrozen):
+                    first.step = step
+                    first.requires_grad_(decides or step >= 2)
+            pipeline.step(given, loss_of([]))
+            (whole(given["input"]) - given["y"]).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    pipeline.close()
+    pairs = zip(mine.parameters(), whole[stage].parameters(), strict=True)
+    error = max(float((p - q).abs().max()) for p, q in pairs)
+    return error, [str(w.message) for w in found if "sum of losses" not in str(w.message)]
+
+
+@pytest.mark.parametrize(("recompute", "decides"), [("none", False), ("stage", False), ("stage", True)])
+def test_a_stage_that_is_trained_from_a_step_on(ranks, recompute, decides):
+    for error, messages in ranks(unfrozen, recompute, decides, world=2):
+        assert error < 1e-12 and messages == []
+
+
+class WithKeywords(nn.Module):
+    """As Hugging Face's: a mask is somewhere in `**kwargs`."""
+
+    def __init__(self):
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+
+    def forward(self, input, **kwargs):
+        scale = kwargs.get("scale")
+        return self.lin(input) if scale is None else self.lin(input) * scale
+
+
+class WithoutReading(WithKeywords):
+    def forward(self, input, **kwargs):
+        return self.lin(input)
+
+
+def said_of_keywords(kind):
+    ps = state(pp=2)
+    stage = ps.index("pp")
+    module = kind() if stage else nn.Linear(4, 4)
+    pipeline = Pipeline({stage: module}, ps=ps, schedule="1f1b", num_microbatches=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(2):
+            pipeline.step(batch(step) | {"scale": torch.ones(8, 1)}, loss_of([]))
+    pipeline.close()
+    return [str(w.message) for w in found if "kwargs" in str(w.message)]
+
+
+def test_a_stage_that_reads_a_batch_out_of_its_keywords_is_told(ranks):
+    first, last = ranks(said_of_keywords, WithKeywords, world=2)
+    assert first == [] and len(last) == 1
+    assert "not scale. Write forward(..., scale=None, **kwargs)" in last[0]
+    assert ranks(said_of_keywords, WithoutReading, world=2) == [[], []]
+
+
 def said_of_places(counts_all):
     ps = state(pp=2)
     stage = ps.index("pp")

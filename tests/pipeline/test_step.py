@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from core.pipeline import call_stage, split_microbatches
-from core.pipeline.run.step import StepResult, forward_arguments, join_outputs, rows_of, stage_seed
+from core.pipeline.run.arguments import forward_arguments
+from core.pipeline.run.step import StepResult, join_outputs, rows_of, stage_seed
 
 
 class Takes(nn.Module):

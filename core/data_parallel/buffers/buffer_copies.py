@@ -37,6 +37,11 @@ class BufferCopies:
                     if id(buffer) in dense_ids and name not in own:
                         full_name = f"{path}.{name}" if path else name
                         self._watched.append(((number, full_name), module, name))
+        # of batch norms, which save them for a backward in training without need
+        self._is_statistic = {
+            key: isinstance(module, nn.modules.batchnorm._NormBase)
+            for key, module, _ in self._watched
+        }
         self.enabled = self._group is not None and bool(self._watched)
         self._written: list[Key] = []
         # the program may write before the first forward, the model in it: two agreements
@@ -95,7 +100,11 @@ class BufferCopies:
         assert self._group is not None
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for key in self._written:
-            by_dtype.setdefault(tensors[key].dtype, []).append(tensors[key])
+            tensor = tensors[key]
+            if self._is_statistic[key]:
+                # no backward in training reads it: a forward before this one may still have its own to come
+                tensor = tensor.data
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
         for same_dtype in by_dtype.values():
             # one message per dtype, sent as bytes: not every backend knows every dtype
             flat = torch.cat([buffer.contiguous().view(-1) for buffer in same_dtype])

@@ -15,12 +15,18 @@ from core.parallel_state.by_hand.whole_dims import axes_of_parameter
 class Listener(Protocol):
     """Who hears."""
 
+    is_open: bool
+
     def called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run `func`, which was called on a tensor of these classes."""
         ...
 
     def pickled(self, tensor: Tensor) -> None:
         """A program writes a tensor of these classes into a file, or sends it to another process."""
+        ...
+
+    def add(self, parameters: Iterable[Parameter]) -> None:
+        """Listen to these as well."""
         ...
 
     def make_plain_later(self, tensor: Tensor) -> None:
@@ -49,11 +55,21 @@ def run_plain(func: Any, args: tuple, kwargs: dict) -> Any:
     return func(*args, **kwargs)
 
 
-def make_plain(parameters: Iterable[Parameter]) -> None:
-    """Nobody listens to these any more: for who takes them over, and gives them classes of its own."""
+def make_plain(parameters: Iterable[Parameter]) -> set[Reporter]:
+    """Nobody listens to these any more: for who takes them over, and gives them classes of its own. Who listened."""
+    reporters = set()
     for parameter in parameters:
-        if hasattr(type(parameter), "reports_to"):
+        if reporter := getattr(type(parameter), "reports_to", None):
+            reporters.add(reporter)
             parameter.__class__ = Parameter
+    return reporters
+
+
+def listen_again(reporters: Iterable[Reporter], parameters: Iterable[Parameter]) -> None:
+    """After that: to those that are still plain ones."""
+    for reporter in reporters:
+        if (listener := reporter.listener()) is not None and listener.is_open:
+            listener.add(parameters)
 
 
 def _detached_for_a_parameter(data: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from core.autograd import GradSync, NullGradSync, StageContext, has_main_grad
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.random import default_generator, seeded
 from core.parallel_state.state import ParallelState
+from core.pipeline.run.arguments import forward_arguments
 from core.pipeline.run.checks.loss import LossWatch
 from core.pipeline.run.checks.step_numbers import Draws, NumberedSteps, StepNumbers
 from core.pipeline.run.checks.sums import SumsWatch
@@ -24,7 +25,6 @@ from core.pipeline.run.step import (
     check_loss,
     evaluating,
     evaluation_microbatches,
-    forward_arguments,
     forward_seed,
     join_outputs,
     loss_and_tokens,

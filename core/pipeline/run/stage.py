@@ -18,6 +18,7 @@ from core.autograd.recomputation.module_state import ModuleState, StateBefore
 from core.autograd.recomputation.notes import Notes
 from core.autograd.recomputation.policy import check_keeps
 from core.parallel_state.random import generators_of
+from core.pipeline.run.arguments import forward_arguments
 from core.pipeline.run.backward import stage_backward_input, stage_backward_weight
 from core.pipeline.run.checks.backward_inside import refuse_backward
 from core.pipeline.run.messages.boundary import check_leaf, flatten, graphless_view, tree_map
@@ -28,7 +29,6 @@ from core.pipeline.run.step import (
     call_next_stage,
     call_stage,
     check_loss,
-    forward_arguments,
     forward_seed,
     loss_and_tokens,
     scale_like,
@@ -127,9 +127,7 @@ class Stage:
         self._has_compiled_code = any(map(has_compiled_code, self.module.modules()))
         self._new_gradients = NewGradients(self.parameters)
         self._outputs_want_grad = None
-        self._trained_flags = tuple(
-            parameter.requires_grad for parameter in self.module.parameters()
-        )
+        self._trained_flags = tuple(p.requires_grad for p in self.module.parameters())
 
     def tensors_until_weight_grad(self, microbatch: int) -> list[Tensor]:
         """Linear inputs and output gradients that the W of a microbatch still needs."""
@@ -301,7 +299,7 @@ class Stage:
         for leaf in leaves:
             check_leaf(self.index, leaf)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
+        could_want = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
         earlier_wants = self._outputs_want_grad
         if earlier_wants is not None and len(earlier_wants) == len(tensors):
             pairs = zip(earlier_wants, tensors, strict=True)
@@ -310,11 +308,13 @@ class Stage:
             wants_grad = [tensor.requires_grad for tensor in tensors]
         else:
             # a graphless F with another number of outputs: ask for every gradient that could be needed
-            wants_grad = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
+            wants_grad = could_want
         state.outputs_want_grad = wants_grad
         if earlier_wants is None:
             self._outputs_want_grad = wants_grad
-            if with_graph and not keep_graph:
+            # not known for later steps where the module decides (`with torch.no_grad()` until one)
+            sure = wants_grad == could_want or not any(map(any, self._known_wants_key or ()))
+            if sure and with_graph and not keep_graph:
                 self._known_wants[self._known_wants_key] = wants_grad
         if keep_graph:
             self._remember_output_edges(state, tensors)

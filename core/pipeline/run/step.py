@@ -1,6 +1,5 @@
 """What every executor of a step shares: batches, microbatches, how a module is called, the result."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from core.parallel_state.by_hand.batches import followed_as
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 from core.parallel_state.collectives import Group, all_gather_objects
 from core.parallel_state.random import mix32
+from core.pipeline.run.arguments import ForwardArguments, forward_arguments
 
 # tensors are [b, ...]; see split_microbatches for the rest
 Batch = Tensor | tuple[Any, ...] | Mapping[str, Any]
@@ -53,24 +53,8 @@ def stage_seed(seed: int, step: int, microbatch: int, stage: int = 0, context: i
     return mix32(seed, "stage", stage, step, microbatch, *parts)
 
 
-def forward_arguments(module: nn.Module) -> tuple[str, ...]:
-    """The names by which `module.forward` takes its inputs; of the wrapped one for a compiled or DDP module."""
-    # a ScriptModule's forward has no Python signature, but a schema, whose argument 0 is self
-    if isinstance(module, torch.jit.ScriptModule):
-        arguments = module.forward.schema.arguments[1:]  # type: ignore[attr-defined]
-        return tuple(argument.name for argument in arguments)
-    named_kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = inspect.signature(module.forward).parameters.values()
-    names = tuple(parameter.name for parameter in parameters if parameter.kind in named_kinds)
-    # torch.compile and DDP wrap the module, and take whatever it takes: (*args, **kwargs)
-    wrapped = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
-    if not names and isinstance(wrapped, nn.Module):
-        return forward_arguments(wrapped)
-    return names
-
-
 def call_stage(
-    module: nn.Module, microbatch: Batch, arguments: tuple[str, ...] | None = None
+    module: nn.Module, microbatch: Batch, arguments: ForwardArguments | None = None
 ) -> Any:
     """Call `module` on a microbatch: a tensor or tuple positionally, a mapping by the names forward takes.
 
@@ -81,6 +65,8 @@ def call_stage(
     if isinstance(microbatch, Mapping):
         if arguments is None:
             arguments = forward_arguments(module)
+        if arguments.looks_in is not None:
+            arguments.look(microbatch)
         keywords = {name: microbatch[name] for name in arguments if name in microbatch}
         if not keywords:
             raise ValueError(
@@ -94,7 +80,7 @@ def call_stage(
 
 
 def call_next_stage(
-    module: nn.Module, received: Any, microbatch: Any, arguments: tuple[str, ...]
+    module: nn.Module, received: Any, microbatch: Any, arguments: ForwardArguments
 ) -> Any:
     """Call a stage on the previous stage's output: a tensor, a tuple (positionally) or a mapping (by name).
 
@@ -109,6 +95,8 @@ def call_next_stage(
         positional = received if isinstance(received, tuple) else (received,)
     # what arrived goes before the batch: tokens of the batch must not replace an activation
     if isinstance(microbatch, Mapping):
+        if arguments.looks_in is not None:
+            arguments.look(name for name in microbatch if name not in keywords)
         unfilled = arguments[len(positional) :]
         keywords = {name: microbatch[name] for name in unfilled if name in microbatch} | keywords
     return module(*positional, **keywords)

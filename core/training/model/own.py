@@ -12,7 +12,7 @@ from core.models.gpt import GPTModel
 from core.parallel_state import ParallelState, layout_of
 from core.parallel_state.by_hand import knows_context
 from core.parallel_state.random import seeded
-from core.pipeline.run.step import forward_arguments
+from core.pipeline.run.arguments import forward_arguments
 from core.training.functions import function_of
 
 _OF_A_BATCH = ("tokens", "labels", "position_ids", "loss_mask", "document_begin", "attention_mask")

@@ -39,6 +39,7 @@ class StageUpdates:
         self._has_warned = False
         # of the trainable parameters, when the last step ended
         self._versions: list[int] | None = None
+        self._had_gradients = False
         self._step = 0
         self._differed = torch.zeros(2, dtype=torch.bool, device=ps.device)
         # of the first parameters of each optimizer
@@ -79,13 +80,17 @@ class StageUpdates:
         before = self._versions
         self._versions = [p._version for p in self._trainable()]
         written: tuple[float, float] = (0.0, 0.0)
-        if self._compares_writes and before and len(before) == len(self._versions):
-            written = (float(before != self._versions), 1.0)
+        if self._compares_writes:
+            if before and self._had_gradients and len(before) == len(self._versions):
+                written = (float(before != self._versions), 1.0)
+            # of this step, for the update after it: a stage may run without gradients until a step
+            self._had_gradients = any(p.grad is not None for p in self._trainable())
         change = self._change or 0.0
         numbers = [
             *written,
             float(self._has_stepped),
-            float(bool(self._versions)),
+            # a stage that is trained from this step on had none to make
+            float(bool(self._versions if before is None else before)),
             float(self._change is not None),
             change,
             change * change,

@@ -26,7 +26,7 @@ from core.datasets import (
 from core.datasets.card import sampled_hash
 from core.datasets.shards import LocalShards, StreamedBatches
 from core.datasets.token_file import Array
-from core.pipeline.run.step import forward_arguments
+from core.pipeline.run.arguments import forward_arguments
 from core.training.config import DataConfig, TrainingConfig
 from core.training.log.validation import MAIN
 

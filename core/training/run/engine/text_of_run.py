@@ -7,7 +7,7 @@ from torch import nn
 
 from core.models.gpt import GPTModel
 from core.pipeline import LossFn
-from core.pipeline.run.step import forward_arguments
+from core.pipeline.run.arguments import forward_arguments
 from core.training.config import RunConfig
 from core.training.run.evaluate import next_token_loss
 
