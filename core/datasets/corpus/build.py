@@ -1,6 +1,7 @@
 """From files of text to one token file, on all cores."""
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
@@ -115,6 +116,7 @@ def prepare_files(
         encoder = Encoder(
             tokenizer=tokenizer, dtype=writer.dtype, end_of_text=end, text_key=text.text_key
         )
+        spelt: Counter[str] = Counter()
         # results come in the order of the jobs, so that the file does not depend on the number of workers
         jobs = _jobs(text.chunks(writer.skipped))
         with closing(encode_all(jobs, encoder, _processes(workers, text.num_bytes))) as results:
@@ -124,12 +126,20 @@ def prepare_files(
                 )
                 writer.text_bytes += result.text_bytes
                 writer.skipped.update(result.skipped)
+                spelt.update(result.spelt)
                 advance(sum(chunk.size for chunk in job))
         if not writer.num_documents:
             raise ValueError(
                 f"0 documents in {len(text.sources)} files, skipped: {skipped_text(writer.skipped)}; "
                 f"{_keys_told(text.sources)}check --text-key (of core.datasets.prepare) and the encoding (UTF-8)"
             )
+    if spelt:
+        warnings.warn(
+            f"{spelt.total()} texts spell out special tokens ({', '.join(sorted(spelt)[:4])}), which stay text: no "
+            "text of a corpus becomes a special token. Chats that a template wrote are given as rows of messages, or "
+            "of prompt and response, where these are such tokens",
+            stacklevel=2,
+        )
     card = read_card(prefix)
     assert card is not None
     files = [

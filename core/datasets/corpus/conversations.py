@@ -79,14 +79,18 @@ class ChatTemplate:
             )
 
     def encode(
-        self, messages: list[Mapping[str, Any]], tools: Any = None, prompt: int = 0
+        self,
+        messages: list[Mapping[str, Any]],
+        given: Mapping[str, Any] | None = None,
+        prompt: int = 0,
     ) -> Conversation:
         """A chat as the template writes it; answers are what it writes for the assistant after its header.
 
-        prompt: messages at the beginning that are no answers, whoever's they are.
+        given: to the template, beside the messages: tools. prompt: messages at the beginning that are no answers,
+        whoever's they are.
         """
         messages = self._readable(messages)
-        render = partial(self._tokenizer.apply_chat_template, tokenize=False, tools=tools)
+        render = partial(self._tokenizer.apply_chat_template, tokenize=False, **(given or {}))
         text = render(messages)
         spans = []
         for number, message in enumerate(messages):
@@ -181,6 +185,32 @@ def _is_conversation(row: Any) -> bool:
     )
 
 
+def given_to_template(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row says for the template, beside its messages: `tools`, also as JSON, and `chat_template_kwargs`.
+
+    Raises `UnusableRowError`: of another kind.
+    """
+    tools, more = row.get("tools"), row.get("chat_template_kwargs") or {}
+    try:
+        tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+        more = json.loads(more) if isinstance(more, str) else more
+    except ValueError:
+        raise UnusableRowError("chats whose tools are a text that is no JSON") from None
+    if not isinstance(more, Mapping):
+        raise UnusableRowError("chats whose chat_template_kwargs are no object")
+    return {"tools": tools or None, **more}
+
+
+def _with_content(message: Any) -> Any:
+    """A message that calls tools may have no content. Raises `UnusableRowError`: one without a role, or a content."""
+    if isinstance(message, dict) and isinstance(message.get("role"), str):
+        if "content" in message:
+            return message
+        if message.get("tool_calls"):
+            return {**message, "content": None}
+    raise UnusableRowError(_NO_ROLES)
+
+
 def _of_sharegpt(row: dict[str, Any]) -> Any:
     """The messages of a row in ShareGPT's form; `system` beside them is the first of them."""
     messages = row[_CHATS]
@@ -218,51 +248,53 @@ class ConversationEncoder:
         each answer, as the model will have seen the chat when it gives that.
         """
         if isinstance(row, dict) and "messages" in row:
-            return self._turns(row["messages"], row.get("tools"))
+            return self._turns(row["messages"], given_to_template(row))
         if isinstance(row, dict) and _CHATS in row:
-            return self._turns(_of_sharegpt(row), row.get("tools"))
+            return self._turns(_of_sharegpt(row), given_to_template(row))
         prompt = row.get("prompt") if isinstance(row, dict) else None
         answer = None
         if prompt is not None:
             answer = next((row[key] for key in ANSWERS if key in row), None)
         if isinstance(prompt, list) and isinstance(answer, list):
-            return self._turns([*prompt, *answer], row.get("tools"), len(prompt))
+            return self._turns([*prompt, *answer], given_to_template(row), len(prompt))
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise UnusableRowError(_NEITHER)
         return [self.encode_answer(prompt, answer)]
 
-    def _turns(self, messages: Any, tools: Any, prompt: int = 0) -> list[Conversation]:
+    def _turns(
+        self, messages: Any, given: Mapping[str, Any], prompt: int = 0
+    ) -> list[Conversation]:
         try:
-            return [self.encode_chat(messages, tools, prompt)]
+            return [self.encode_chat(messages, given, prompt)]
         except _RewrittenTurnsError:
             answers = [
                 number
                 for number, message in enumerate(messages)
                 if message["role"] == "assistant" and number >= prompt
             ]
-            return [self.encode_chat(messages[: n + 1], tools, n) for n in answers]
+            return [self.encode_chat(messages[: n + 1], given, n) for n in answers]
 
     def encode_answer(self, prompt: str, answer: str) -> Conversation:
         """The two joined, behind what opens a text; with the answer's end, and the end of text, where that is another
         token."""
         # apart, so that no token is half prompt and half answer
-        first, second = self._tokenizer.encode_batch([prompt, answer])
-        first = [*self._tokenizer.starts, *first]
-        second = [*second, self._answer_end]
+        first, second = self._tokenizer.encode_marked([prompt, answer])
+        starts = list(self._tokenizer.starts)
+        # a template has written both already
+        if first[: len(starts)] != starts:
+            first = starts + first
+        if second[-1:] != [self._answer_end]:
+            second = [*second, self._answer_end]
         joined = Conversation(first + second, [False] * len(first) + [True] * len(second))
         return self._with_end_of_text(joined)
 
-    def encode_chat(self, messages: Any, tools: Any = None, prompt: int = 0) -> Conversation:
-        """As the template writes it, with the end of text. prompt: see `ChatTemplate.encode`."""
+    def encode_chat(
+        self, messages: Any, given: Mapping[str, Any] | None = None, prompt: int = 0
+    ) -> Conversation:
+        """As the template writes it, with the end of text. given, prompt: see `ChatTemplate.encode`."""
         if not isinstance(messages, list) or not messages:
             raise UnusableRowError(_NEITHER)
-        for message in messages:
-            if (
-                not isinstance(message, dict)
-                or not isinstance(message.get("role"), str)
-                or "content" not in message
-            ):
-                raise UnusableRowError(_NO_ROLES)
+        messages = [_with_content(message) for message in messages]
         if not any(message["role"] == "assistant" for message in messages[prompt:]):
             roles = ", ".join(sorted({message["role"] for message in messages[prompt:]})[:4])
             raise UnusableRowError(f"{_NO_ANSWER}, whose roles are {roles}")
@@ -274,7 +306,7 @@ class ConversationEncoder:
                 )
             self._template = ChatTemplate(self._folder)
         try:
-            return self._with_end_of_text(self._template.encode(messages, tools, prompt))
+            return self._with_end_of_text(self._template.encode(messages, given, prompt))
         except UnusableRowError:
             raise
         except Exception as error:

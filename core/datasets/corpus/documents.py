@@ -46,6 +46,7 @@ class Encoded(NamedTuple):
 
     tokens: of all documents laid end to end. lengths: of each document. continued: whether the first goes on with the
     last document of the job before. text_bytes: of text. skipped: reason -> how much of the input was skipped for it.
+    spelt: special token -> how many texts spell it out, and keep it as text.
     """
 
     tokens: Ids
@@ -53,6 +54,7 @@ class Encoded(NamedTuple):
     continued: bool
     text_bytes: int
     skipped: dict[str, int]
+    spelt: dict[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,16 @@ class Encoder:
                 ends += [False] * (len(sections) - 1) + [is_last]
         tokens, counts = self._ids_and_lengths(texts, ends, continued=continued)
         lengths = _document_lengths(counts, ends)
-        return Encoded(tokens, lengths, continued, sum(map(len, texts)), dict(skipped))
+        size = sum(map(len, texts))
+        return Encoded(tokens, lengths, continued, size, dict(skipped), self._spelt(texts))
+
+    def _spelt(self, texts: Sequence[bytes]) -> dict[str, int]:
+        specials = self.tokenizer.special_texts
+        if not specials:
+            return {}
+        pattern = re.compile(b"|".join(re.escape(text.encode()) for text in specials))
+        found = (pattern.search(text) for text in texts)
+        return dict(Counter(match[0].decode() for match in found if match))
 
     def texts(self, chunk: TextChunk) -> Iterator[bytes]:
         """The texts of a chunk, UTF-8, without tokenising them."""

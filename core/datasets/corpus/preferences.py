@@ -17,6 +17,7 @@ from core.datasets.corpus.conversations import (
     Conversation,
     ConversationEncoder,
     UnusableRowError,
+    given_to_template,
 )
 from core.datasets.corpus.sources import TextSource
 from core.datasets.corpus.tables import first_row_of, numbered_rows_of
@@ -63,9 +64,9 @@ def encode_pair(row: Any, encoder: ConversationEncoder) -> tuple[Conversation, C
     if kinds == {str} and prompt:
         chosen, rejected = (encoder.encode_answer(prompt, response) for response in responses)
     elif kinds == {list} and prompt:
-        tools = row.get("tools")
+        given = given_to_template(row)
         chosen, rejected = (
-            encoder.encode_chat([*prompt, *response], tools, len(prompt)) for response in responses
+            encoder.encode_chat([*prompt, *response], given, len(prompt)) for response in responses
         )
     elif len(kinds) > 1:
         told = ", ".join(f'"{name}" is a {type(row.get(name)).__name__}' for name in row_keys(row))

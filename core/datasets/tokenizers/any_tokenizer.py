@@ -44,12 +44,21 @@ class AnyTokenizer(Protocol):
         """SHA-256 (hex) of all that decides ids, or a short name."""
         ...
 
+    @property
+    def special_texts(self) -> tuple[str, ...]:
+        """What special tokens are spelt like."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """The token ids of one text."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text."""
+        ...
+
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode_batch`, but special tokens that a text spells out are these tokens."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:

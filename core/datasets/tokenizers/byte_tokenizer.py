@@ -26,6 +26,13 @@ class ByteTokenizer:
             refuse_surrogates(text, number)
         return [list(text.encode()) for text in texts]
 
+    # no text spells out the end of text
+    special_texts: tuple[str, ...] = ()
+
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode_batch`."""
+        return self.encode_batch(texts)
+
     def encode_prompt(self, text: str) -> list[int]:
         """As `encode`: no text spells out the end of text, and nothing stands around one."""
         return self.encode(text)

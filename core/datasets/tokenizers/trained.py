@@ -129,6 +129,20 @@ class Tokenizer:
             raise error  # not text at all
         return [encoding.ids for encoding in encodings]
 
+    def encode_marked(self, texts: Sequence[str]) -> list[list[int]]:
+        """As `encode_batch`, but special tokens that a text spells out are these tokens: a rendered chat."""
+        self._inner.encode_special_tokens = False
+        try:
+            return self.encode_batch(texts)
+        finally:
+            self._inner.encode_special_tokens = True
+
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """What special tokens are spelt like."""
+        added_tokens = self._inner.get_added_tokens_decoder().values()
+        return tuple(str(token.content) for token in added_tokens if token.special)
+
     def encode_prompt(self, text: str) -> list[int]:
         """The token ids of what a person writes to a model, as transformers makes them.
 
