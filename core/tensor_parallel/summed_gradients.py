@@ -32,10 +32,19 @@ def sum_gradient_in_backward(parameter: Parameter, group: Group | None) -> None:
 
 
 class _SumGradientHook:
+    """Sums a gradient over the ranks, unless each has the whole already: of a part that gathers all rows itself.
+
+    Not asked where an owner of `main_grad` sums, once per step: in a backward a rank may have no gradient.
+    """
+
     def __init__(self, parameter: Parameter, group: Group) -> None:
         self._parameter = parameter
         self._group = group
         self._calls = 0
+        # an owner that was there before has read the layout
+        self._owner_sums = not has_main_grad(parameter)
+        # None: not known yet
+        self._is_whole: bool | None = None
         # of this rank's gradient, before the sum: zeros until there is one that can be judged
         self.numbers = torch.zeros(2, dtype=torch.float64)
 
@@ -44,8 +53,14 @@ class _SumGradientHook:
         # in those backwards that a `SplitWatch` asks after
         if not self._calls & (self._calls - 1):
             self.numbers = _numbers_of(gradient.detach())
-        if has_main_grad(self._parameter):
-            return None  # its owner sums, once per step
+        if self._owner_sums and has_main_grad(self._parameter):
+            return None
+        if self._is_whole is None:
+            numbers = all_gather(_numbers_of(gradient.detach())[None], self._group)
+            self._is_whole = are_alike(numbers) if bool(numbers[:, 0].all()) else None
+        if self._is_whole:
+            self.numbers.zero_()
+            return None
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), self._group)
 
 
@@ -73,11 +88,7 @@ def warn_of_whole_gradients(named: Iterable[tuple[str, Parameter]], group: Group
     device = next(iter(hooks.values()))._parameter.device
     numbers = torch.stack([hook.numbers.to(device) for hook in hooks.values()])
     gathered = all_gather(numbers[None], group)
-    # parts of a sum differ in their first places
-    off = (gathered - gathered[:1]).abs().amax((0, 2))
-    size = gathered[..., 0].amin(0)
-    are_whole = ((size > 0) & (off <= 1e-6 * size)).tolist()
-    found = [name for name, is_whole in zip(hooks, are_whole, strict=True) if is_whole]
+    found = [name for place, name in enumerate(hooks) if are_alike(gathered[:, place])]
     if found:
         warnings.warn(
             f"{found[0]}{_others(found)}: its gradient is the same on all of tensor ranks {list(group.ranks)}, and "
@@ -88,6 +99,12 @@ def warn_of_whole_gradients(named: Iterable[tuple[str, Parameter]], group: Group
             stacklevel=6,
         )
     return bool(found)
+
+
+def are_alike(numbers: Tensor) -> bool:
+    """Whether fingerprints [ranks, 2] are of one gradient, not zero: parts of a sum differ in their first places."""
+    size = numbers[:, 0].min()
+    return bool((size > 0) & ((numbers - numbers[0]).abs().max() <= 1e-6 * size))
 
 
 def _others(names: list[str]) -> str:

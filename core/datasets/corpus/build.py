@@ -133,13 +133,7 @@ def prepare_files(
                 f"0 documents in {len(text.sources)} files, skipped: {skipped_text(writer.skipped)}; "
                 f"{_keys_told(text.sources)}check --text-key (of core.datasets.prepare) and the encoding (UTF-8)"
             )
-    if spelt:
-        warnings.warn(
-            f"{spelt.total()} texts spell out special tokens ({', '.join(sorted(spelt)[:4])}), which stay text: no "
-            "text of a corpus becomes a special token. Chats that a template wrote are given as rows of messages, or "
-            "of prompt and response, where these are such tokens",
-            stacklevel=2,
-        )
+    _tell_of_special_tokens(spelt)
     card = read_card(prefix)
     assert card is not None
     files = [
@@ -150,6 +144,17 @@ def prepare_files(
     return CorpusFiles(
         prefix=prefix, card=card, files=tuple(files), seconds=time.perf_counter() - begin
     )
+
+
+def _tell_of_special_tokens(spelt: Counter[str]) -> None:
+    """Warn of texts that spell them out: a rendered chat, or files that were joined by the end of text."""
+    if spelt:
+        warnings.warn(
+            f"{spelt.total()} texts spell out special tokens ({', '.join(sorted(spelt)[:4])}), which stay text: no "
+            "text of a corpus becomes a special token. Chats that a template wrote are given as rows of messages, or "
+            "of prompt and response, where these are such tokens",
+            stacklevel=3,
+        )
 
 
 def _keys_told(sources: Sequence[TextSource]) -> str:
