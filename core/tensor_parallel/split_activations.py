@@ -167,8 +167,10 @@ class SplitActivations(Follower):
         self.make_plain()
 
     def _before_column(self, module: nn.Module, args: tuple) -> None:
-        if args and isinstance(args[0], SplitTensor) and split_axes.is_split(args[0].axes):
-            self._tell(Finding("again", "a linear", tuple(args[0].shape)))
+        x = args[0] if args else None
+        # rows, under sequence parallelism, it gathers
+        if isinstance(x, SplitTensor) and split_axes.is_split(x.axes, [len(x.axes) - 1]):
+            self._tell(Finding("again", "a linear", tuple(x.shape)))
 
     def _after_column(self, module: nn.Module, args: tuple, output: Any) -> None:
         if (
