@@ -28,6 +28,12 @@ def numbers_of_weights(weights: Tensor) -> Tensor:
     return torch.cat((of_all, torch.stack((smallest, largest, counts.double()), 1).flatten()))
 
 
+def known_weights(weights: Tensor, before: Tensor) -> Tensor:
+    """Their numbers, where any row has a weight; else those of `before`."""
+    found = numbers_of_weights(weights)
+    return torch.where(found[_NUMBERS - 1] > 0, found, before)
+
+
 @torch.no_grad()
 def weights_in_cross_entropy(gradient: Tensor, logits: Tensor) -> Tensor:
     """[b, s/cp]: w of each row where the gradient is w * (softmax(logits) - one_hot(label)); else zeros."""

@@ -80,9 +80,9 @@ class Sums(Follower):
         values = logits.detach().as_subclass(Tensor)
 
         def note(gradient: Tensor) -> None:
-            self._weights = means.numbers_of_weights(
-                means.weights_in_cross_entropy(gradient, values)
-            )
+            found = means.weights_in_cross_entropy(gradient, values)
+            # a tensor rank's part of the logits is none; the gathered ones were before it
+            self._weights = means.known_weights(found, self._weights)
 
         logits.register_hook(note)
 
