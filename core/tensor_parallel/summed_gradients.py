@@ -57,7 +57,7 @@ class _SumGradientHook:
             return None
         if self._is_whole is None:
             numbers = all_gather(_numbers_of(gradient.detach())[None], self._group)
-            self._is_whole = are_alike(numbers) if bool(numbers[:, 0].all()) else None
+            self._is_whole = _are_alike(numbers) if bool(numbers[:, 0].all()) else None
         if self._is_whole:
             self.numbers.zero_()
             return None
@@ -88,7 +88,7 @@ def warn_of_whole_gradients(named: Iterable[tuple[str, Parameter]], group: Group
     device = next(iter(hooks.values()))._parameter.device
     numbers = torch.stack([hook.numbers.to(device) for hook in hooks.values()])
     gathered = all_gather(numbers[None], group)
-    found = [name for place, name in enumerate(hooks) if are_alike(gathered[:, place])]
+    found = [name for place, name in enumerate(hooks) if _are_alike(gathered[:, place])]
     if found:
         warnings.warn(
             f"{found[0]}{_others(found)}: its gradient is the same on all of tensor ranks {list(group.ranks)}, and "
@@ -101,7 +101,7 @@ def warn_of_whole_gradients(named: Iterable[tuple[str, Parameter]], group: Group
     return bool(found)
 
 
-def are_alike(numbers: Tensor) -> bool:
+def _are_alike(numbers: Tensor) -> bool:
     """Whether fingerprints [ranks, 2] are of one gradient, not zero: parts of a sum differ in their first places."""
     size = numbers[:, 0].min()
     return bool((size > 0) & ((numbers - numbers[0]).abs().max() <= 1e-6 * size))

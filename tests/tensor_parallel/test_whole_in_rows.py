@@ -43,6 +43,24 @@ class OfRows(nn.Linear):
         super().__init__(H, H, dtype=D)
 
 
+def three_steps(model, ps, wraps, lr):
+    """What was said of gradients that are too large, and the last step's."""
+    if wraps:
+        DataParallel(model, ps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    generator = torch.Generator().manual_seed(3)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            optimizer.zero_grad()
+            tokens = torch.randint(V, (2, S + 1), generator=generator)
+            model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).mean().backward()
+            gradients = {n: whole(n, p.grad, layout_of(p), ps) for n, p in model.named_parameters()}
+            optimizer.step()
+    messages = [str(w.message) for w in found]
+    return [text for text in messages if "added up" in text or "adds it up" in text], gradients
+
+
 def trained(tp, wraps, *how):
     ps = state(tp=tp, sp=tp > 1)
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -56,21 +74,7 @@ def trained(tp, wraps, *how):
 
     spec = dataclasses.replace(gpt2_spec(), mlp=mlp)
     model = GPTModel(config, spec, V, S, parallel=ps, seed=1)
-    if wraps:
-        DataParallel(model, ps)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    generator = torch.Generator().manual_seed(3)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            optimizer.zero_grad()
-            tokens = torch.randint(V, (2, S + 1), generator=generator)
-            model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous()).mean().backward()
-            gradients = {n: whole(n, p.grad, layout_of(p), ps) for n, p in model.named_parameters()}
-            optimizer.step()
-    return [
-        str(w.message) for w in found if "added up" in str(w.message) or "adds it up" in str(w.message)
-    ], gradients
+    return three_steps(model, ps, wraps, 0.0)
 
 
 @pytest.mark.parametrize("wraps", [False, True])
@@ -117,19 +121,7 @@ def trained_values(tp, wraps, gathers):
     dropout = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
     config = TransformerConfig(num_layers=1, hidden_size=H, num_attention_heads=2, params_dtype=D, **dropout)
     model = WithValues(config, gpt2_spec(), V, S, parallel=ps, seed=1, gathers=gathers)
-    if wraps:
-        DataParallel(model, ps)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(3)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            optimizer.zero_grad()
-            tokens = torch.randint(V, (2, S + 1), generator=generator)
-            model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()).mean().backward()
-            gradients = {n: whole(n, p.grad, layout_of(p), ps) for n, p in model.named_parameters()}
-            optimizer.step()
-    return [str(w.message) for w in found if "added up" in str(w.message)], gradients
+    return three_steps(model, ps, wraps, 0.1)
 
 
 @pytest.mark.parametrize("wraps", [False, True])

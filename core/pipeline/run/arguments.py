@@ -45,10 +45,13 @@ class ForwardArguments(tuple[str, ...]):
 
 def _names(module: nn.Module) -> tuple[str, ...]:
     try:
-        parameters = inspect.signature(module.forward).parameters.values()
+        return _named(inspect.signature(module.forward))
     except (TypeError, ValueError):  # of a forward in C nothing is known
         return ()
-    return tuple(parameter.name for parameter in parameters if parameter.kind in _NAMED)
+
+
+def _named(signature: inspect.Signature) -> tuple[str, ...]:
+    return tuple(p.name for p in signature.parameters.values() if p.kind in _NAMED)
 
 
 def forward_arguments(module: nn.Module) -> ForwardArguments:
@@ -57,12 +60,12 @@ def forward_arguments(module: nn.Module) -> ForwardArguments:
     if isinstance(module, torch.jit.ScriptModule):
         arguments = module.forward.schema.arguments[1:]  # type: ignore[attr-defined]
         return ForwardArguments(argument.name for argument in arguments)
-    parameters = inspect.signature(module.forward).parameters.values()
-    names = ForwardArguments(p.name for p in parameters if p.kind in _NAMED)
+    signature = inspect.signature(module.forward)
+    names = ForwardArguments(_named(signature))
     # torch.compile and DDP wrap the module, and take whatever it takes: (*args, **kwargs)
     wrapped = getattr(module, "_orig_mod", None) or getattr(module, "module", None)
     if not names and isinstance(wrapped, nn.Module):
         return forward_arguments(wrapped)
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         names.looks_in = module
     return names
