@@ -58,17 +58,19 @@ format: $(STAMP)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# two pipeline stages of two tensor ranks, saving beside the training; then four tensor ranks go on from the middle.
+# two pipeline stages of two tensor ranks, saving beside the training; then four tensor ranks go on from step SAVED to LAST.
 # STEPS: fewer of the 200, on the same curve
+SAVED ?= 90
+LAST ?= 100
 pretrain: $(STAMP)
 	rm -rf runs/pretrain/checkpoints
 	$(TORCHRUN) -m core.pretrain $(LAYOUT) $(OPTIMIZER) --training.log-interval 5 \
 		$(if $(STEPS),--training.train-steps $(STEPS) --optimizer.lr-decay-steps 200) \
-		--checkpoint.directory runs/pretrain/checkpoints --checkpoint.every 90
+		--checkpoint.directory runs/pretrain/checkpoints --checkpoint.every $(SAVED)
 	$(TORCHRUN) -m core.pretrain --parallel.tensor 4 --parallel.sequence-parallel --training.micro-batch-size 16 \
-		--training.log-interval 5 --training.train-steps 100 $(OPTIMIZER) --optimizer.lr-decay-steps 200 \
+		--training.log-interval 5 --training.train-steps $(LAST) $(OPTIMIZER) --optimizer.lr-decay-steps 200 \
 		--training.output runs/resumed \
-		--checkpoint.load runs/pretrain/checkpoints/step-00000090 \
+		--checkpoint.load runs/pretrain/checkpoints/step-$$(printf %08d $(SAVED)) \
 		--training.compare-with runs/pretrain/metrics.jsonl
 
 pretrain-long: $(STAMP)

@@ -2,14 +2,26 @@
 
 import pytest
 
+FULL = pytest.mark.full
+
 # what takes hours in all; beside `full`, so that `-m "not full"` is what `make test` runs
 PRODUCT = (pytest.mark.full, pytest.mark.product)
+
+
+def parts(cases, every, name="a part"):
+    """All of a product that is one test's: each `every`-th case in `make test-full`, all in `make test-product`.
+
+    `every` has no factor in common with the number of values of an option, so that all values of each are met.
+    """
+    return [pytest.param(cases[::every], id=name, marks=FULL), pytest.param(cases, id="all", marks=PRODUCT)]
 
 
 def thinned(cases, every, marks=()):
     """Each `every`-th of these with `marks`; the others run in `make test-product`."""
     found = []
     for number, case in enumerate(cases):
-        values = case if isinstance(case, tuple) else (case,)
-        found.append(pytest.param(*values, marks=marks if number % every == 0 else PRODUCT))
+        here = marks if number % every == 0 else PRODUCT
+        named = hasattr(case, "values") and hasattr(case, "id")  # pytest.param is a tuple too
+        values = case.values if named else case if isinstance(case, tuple) else (case,)
+        found.append(pytest.param(*values, id=case.id if named else None, marks=here))
     return found

@@ -317,7 +317,7 @@ def test_killed_it_leaves_nothing_that_opens_half(text, tmp_path):
 def test_killed_at_many_points(text, tmp_path):
     rng = random.Random(5)
     signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT]
-    kill_at(text, tmp_path, [(rng.uniform(0, 0.8), signals[i % 3]) for i in range(20)])
+    kill_at(text, tmp_path, [(rng.uniform(0, 0.8), signals[i % 3]) for i in range(10)])
 
 
 def test_inspect_says_what_is_there(text, tmp_path, capsys):

@@ -15,6 +15,7 @@ from core.dist_checkpointing.publish.index import heartbeat, trash
 from core.dist_checkpointing.storage.kv_checkpoint_dir import KvCheckpointDir
 from tests.dist_checkpointing.crash import CrashFs, CrashStore, Disk, Killed, Steps
 from tests.dist_checkpointing.toy import files_beside_the_index, save, version_of, write_rank
+from tests.marks import FULL, PRODUCT
 
 
 class Story:
@@ -167,13 +168,13 @@ def test_power_lost_at_every_step(loss, every, folder):
             disk.apply(change)
 
 
-@pytest.mark.full
-def test_killed_again_while_it_recovers(folder):
-    """Every step of the sweep that follows a kill at every step."""
+@pytest.mark.parametrize("every", [pytest.param(4, marks=FULL), pytest.param(1, marks=PRODUCT)])
+def test_killed_again_while_it_recovers(every, folder):
+    """Every step of the sweep that follows a kill at these steps."""
     root, steps, _ = posix(folder)
     Story(root).tell()
     points = 0
-    for at in range(steps.count):
+    for at in range(0, steps.count, every):
         again_at, left = 0, folder / "left"
         root, _, again = posix(folder, at)
         story = Story(root)
@@ -191,4 +192,4 @@ def test_killed_again_while_it_recovers(folder):
                 again_at, points = again_at + 1, points + 1
                 shutil.rmtree(folder / "top")
                 shutil.copytree(left, folder / "top")
-    assert points > 1000
+    assert points > 1000 / every

@@ -18,6 +18,7 @@ from tests.dist_checkpointing import victims
 from tests.dist_checkpointing.aftermath import assert_goes_on, newest
 from tests.dist_checkpointing.crash import Disk, read_tree, write_tree
 from tests.dist_checkpointing.strace import changes, strace
+from tests.marks import FULL, PRODUCT
 
 REPO = Path(__file__).parents[2]
 
@@ -77,8 +78,7 @@ def test_the_log_is_all_that_happened(told):
     assert sum(change[0] == "append" and "/c." in change[1] for change in log) > 50
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("loss", [pytest.param(k, marks=PRODUCT if k == "random 1" else FULL) for k in LOSSES])
 def test_every_prefix(loss, told, folder, single):
     log, _ = told
     disk, left, before, points = Disk("."), folder / "left", None, 0

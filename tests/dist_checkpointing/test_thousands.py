@@ -13,6 +13,7 @@ from core.dist_checkpointing.state.catalog import (
     without_repeated_arrays,
 )
 from tests.dist_checkpointing.meshes import GPT_70B, SMALL, Mesh, small_cells
+from tests.marks import PRODUCT
 
 STATES = ("model/decoder.layers.", "optimizer/main/decoder.layers.", "optimizer/exp_avg/", "optimizer/exp_avg_sq/")
 
@@ -39,8 +40,8 @@ def catalogue(model, layout):
     [
         mesh(8, 4, 32),
         pytest.param(mesh(8, 16, 32), marks=pytest.mark.full),
-        pytest.param(mesh(8, 4, 128), marks=pytest.mark.full),
-        pytest.param(mesh(8, 16, 128), marks=pytest.mark.full),
+        pytest.param(mesh(8, 4, 128), marks=PRODUCT),
+        pytest.param(mesh(8, 16, 128), marks=PRODUCT),
     ],
     ids=lambda layout: f"{layout.size()}-{layout.dp}",
 )

@@ -17,6 +17,7 @@ from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot
 from core.parallel_state import ParallelState
 from tests.dist_checkpointing import toy, whole
 from tests.dist_checkpointing.crash import CrashFs, Killed
+from tests.marks import FULL, PRODUCT
 
 A = "a" * 32
 FOLDERS = ["step-00000001", "step-00000002", "model", "receipts", "tags", ".tmp-x-y", ".trash-z", ".logs", "c"]
@@ -153,6 +154,6 @@ def test_no_file_of_a_user_is_lost(source, capsys):
     check_stories(source, 30)
 
 
-@pytest.mark.full
-def test_no_file_of_a_user_is_lost_in_many_stories(source, capsys):
-    check_stories(source, 1500)
+@pytest.mark.parametrize("number", [pytest.param(400, marks=FULL), pytest.param(1500, marks=PRODUCT)])
+def test_no_file_of_a_user_is_lost_in_many_stories(source, capsys, number):
+    check_stories(source, number)

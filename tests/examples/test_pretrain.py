@@ -15,6 +15,7 @@ import torch
 
 from core.training import RunConfig
 from tests import warm
+from tests.marks import thinned
 from tests.training.tiny import S, prepared
 
 ROOT = Path(__file__).parents[2]
@@ -145,7 +146,7 @@ def test_four_ranks_under_torchrun(own, alone, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "flags", [["--pipeline.schedule=zb-v", "--model.num-layers=4"], ["--training.recompute=stage"]]
+    "flags", thinned([["--pipeline.schedule=zb-v", "--model.num-layers=4"], ["--training.recompute=stage"]], 2)
 )
 def test_pipeline_and_tensor_ranks_under_torchrun(own, tmp_path, flags):
     """The first step against one process is in its last line, which `check_output` reads."""

@@ -17,6 +17,7 @@ from core.models.huggingface.rows import LLAMA_ROWS
 from core.models.huggingface.sources import Folder
 from core.parallel_state import ParallelState, layout_of
 from core.transformer.attention import self_attention as attention
+from tests.marks import FULL, thinned
 from tests.models.huggingface import TODAY, exactly, random_model
 from tests.models.test_huggingface import COMMON, CONFIGS
 from tests.parity.whole import assert_same, whole_gradients
@@ -92,10 +93,10 @@ def fields():
     for kind, config in [*CONFIGS.items(), *TODAY.items()]:
         for name, value in config().to_dict().items():
             if changed(name, value) is not None and name != "transformers_version":
-                yield pytest.param(config, name, id=f"{kind}-{name}", marks=pytest.mark.full)
+                yield pytest.param(config, name, id=f"{kind}-{name}")
 
 
-@pytest.mark.parametrize("config, name", list(fields()))
+@pytest.mark.parametrize("config, name", thinned(list(fields()), 2, [FULL]))
 def test_a_changed_field_gives_their_numbers_or_is_refused(config, name):
     """Flips each numeric and boolean field: never another number without a word."""
     theirs_or_refused(config, name, changed(name, getattr(config(), name)))

@@ -16,7 +16,7 @@ from core.parallel_state.modules import named_parameters
 from core.pipeline import Pipeline, SingleStage, schedules
 from core.training import next_token_loss
 from core.training.generate import generate, generate_batch
-from tests.marks import PRODUCT, thinned
+from tests.marks import FULL, PRODUCT, thinned
 from tests.models.huggingface import TODAY, exactly, random_model
 from tests.models.test_huggingface import CONFIGS
 from tests.parity.shards import whole_gradients
@@ -232,8 +232,8 @@ def test_greedy_tokens_on_a_layout_are_those_of_transformers(ranks, kind, tp, pp
     assert ranks(our_texts, kind, tp, pp, world=tp * pp) == [their_texts(kind)] * (tp * pp)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("tp, pp", [(1, 2), (2, 1), (4, 1)])
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize(
+    "kind, tp, pp", thinned([(kind, *how) for how in ((1, 2), (2, 1), (4, 1)) for kind in OTHERS], 2, [FULL])
+)
 def test_greedy_tokens_of_every_family_are_those_of_transformers(ranks, kind, tp, pp):
     assert ranks(our_texts, kind, tp, pp, world=tp * pp) == [their_texts(kind)] * (tp * pp)

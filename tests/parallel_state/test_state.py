@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from core import parallel_state
 from core.parallel_state import ParallelConfig, ParallelState
 from core.parallel_state.environment import started_processes
+from tests.marks import FULL, thinned
 from tests.states import state
 
 ROOT = Path(__file__).parents[2]
@@ -270,7 +271,7 @@ ENTERED_BY_HAND = {
     "way, ranks_of_it",
     [
         ("kept", 1),
-        *(pytest.param(way, world, marks=pytest.mark.full) for way in ENTERED_BY_HAND for world in (1, 2)),
+        *thinned([(way, world) for way in ENTERED_BY_HAND for world in (2, 1)], 2, [FULL]),
     ],
 )
 def test_an_exception_is_the_last_word_of_a_launch_that_is_never_left(way, ranks_of_it, tmp_path):

@@ -71,7 +71,7 @@ def test_heads_inside_and_a_ring_outside_equal_one_process(ranks):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("first, last", thinned([(0, 16), (16, 68), (68, 120)], every=3))
+@pytest.mark.parametrize("first, last", thinned([(0, 8), (8, 60), (60, 120)], every=3))
 @pytest.mark.parametrize("world", MESHES)
 def test_the_product_equals_one_process(ranks, world, first, last):
     cases = list(product(world))

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from core.pipeline.schedule import schedules as named
+from tests.marks import parts
 from tests.parity.pipelines import differences, one_step, reference
 
 SCHEDULES = list(named.NAMED)
@@ -51,7 +52,7 @@ def test_a_cover_of_all_schedules_equals_one_process(ranks):
     check(ranks, list(cover()))
 
 
-@pytest.mark.full
+@pytest.mark.parametrize("options", parts(list(itertools.product(*FACTORS[1:])), every=7))
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_equals_one_process(ranks, schedule):
-    check(ranks, list(itertools.product([schedule], *FACTORS[1:])), 300.0)
+def test_every_schedule_equals_one_process(ranks, schedule, options):
+    check(ranks, [(schedule, *values) for values in options], 300.0)

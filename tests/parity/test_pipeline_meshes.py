@@ -11,6 +11,7 @@ from core.parallel_state.layout import true_part
 from core.pipeline import Action, Pipeline, Schedule
 from core.pipeline.schedule import schedules as named
 from core.training import next_token_loss
+from tests.marks import parts
 from tests.parity.pipelines import LAYERS, VOCAB, S, batch, build, config, differences, policy, reference, run, spec
 from tests.parity.whole import assembled
 from tests.states import state
@@ -74,8 +75,7 @@ def test_some_meshes_equal_one_process(ranks, cases):
     assert ranks(compare_meshes, cases, world=4) == [{}] * 4
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("cases", [TENSOR, DATA], ids=["tensor", "data"])
+@pytest.mark.parametrize("cases", [*parts(TENSOR, 5, "tensor"), *parts(DATA, 5, "data")])
 def test_meshes_equal_one_process(ranks, cases):
     assert ranks(compare_meshes, cases, world=4, timeout=300.0) == [{}] * 4
 

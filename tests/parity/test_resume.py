@@ -13,6 +13,7 @@ from core.pipeline import Pipeline, SingleStage
 from core.pipeline.schedule import schedules
 from core.training import next_token_loss
 from core.transformer import TransformerConfig
+from tests.marks import PRODUCT
 from tests.states import state
 from tests.twins.adamw import AdamW
 from tests.twins.per_parameter import PerParameterGradSync
@@ -107,7 +108,7 @@ LAYOUTS = [
     [
         (LAYOUTS[-1], LAYOUTS[:2]),
         pytest.param(LAYOUTS[-1], LAYOUTS[2:], marks=pytest.mark.full),
-        pytest.param(LAYOUTS[2], LAYOUTS, marks=pytest.mark.full),
+        pytest.param(LAYOUTS[2], LAYOUTS, marks=PRODUCT),
     ],
 )
 def test_the_curve_goes_on_under_every_layout(ranks, tmp_path, saved, layouts):

@@ -12,6 +12,7 @@ from core.models.gpt import gpt_stages, llama_spec
 from core.optimizer import OptimizerConfig, ShardedAdamW, sharded_state_dict
 from core.parallel_state import layout_of
 from core.transformer import TransformerConfig
+from tests.marks import FULL, thinned
 from tests.parity import test_checkpoint as plain
 from tests.states import state
 
@@ -159,7 +160,6 @@ def test_every_stage_writes_the_same_bytes_and_reads_them(ranks, tmp_path):
     check(ranks, tmp_path, QUICK, torch.bfloat16)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", thinned([torch.bfloat16, torch.float32], 2, [FULL]), ids=str)
 def test_every_stage_on_every_layout(ranks, tmp_path, dtype):
     check(ranks, tmp_path, ALL, dtype)

@@ -15,6 +15,7 @@ from core.pipeline import SingleStage
 from core.tensor_parallel.embedding import padded_vocab_rows
 from core.training import next_token_loss
 from core.transformer import TransformerConfig
+from tests.marks import FULL, PRODUCT
 from tests.parity.whole import assert_same, whole_gradients, whole_parameters
 from tests.states import state
 from tests.twins.adamw import AdamW
@@ -132,7 +133,7 @@ def cases():
     for i, j in itertools.product(range(len(LAYOUTS)), range(len(STYLES))):
         for tied, masked in itertools.product((False, True), repeat=2):
             cover = tied == bool((i + j) % 2) and masked == bool((i // 2 + j) % 2)
-            marks = () if cover else (pytest.mark.full,)
+            marks = () if cover else FULL if (i + 2 * tied + masked) % 4 == 0 else PRODUCT
             yield pytest.param(*LAYOUTS[i], list(STYLES)[j], tied, masked, marks=marks)
 
 

@@ -73,7 +73,7 @@ def test_compiled_layers_inside_stages(ranks, schedule, recompute):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "schedule, recompute", thinned(list(itertools.product(named.NAMED, ["none", "layer", "stage"])), every=4)
+    "schedule, recompute", thinned(list(itertools.product(named.NAMED, ["none", "layer", "stage"])), every=7)
 )
 def test_every_schedule_with_compiled_layers(ranks, schedule, recompute):
     ranks(compiled, schedule, recompute, "aot_eager", world=2)

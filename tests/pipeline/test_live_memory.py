@@ -15,6 +15,7 @@ from core.parallel_state.collectives import all_gather_objects
 from core.pipeline import Pipeline
 from core.pipeline.schedule import schedules as named
 from core.pipeline.schedule.memory import live_peaks
+from tests.marks import FULL, thinned
 from tests.pipeline import tiny
 
 HIDDEN, M, ROWS, LENGTH = 16, 8, 2, 8
@@ -129,7 +130,7 @@ PARTS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.35)
 
 @pytest.mark.parametrize(
     "recompute, parts",
-    [("layer", (0.7, 0.35)), *(pytest.param(r, PARTS, marks=pytest.mark.full) for r in ("none", "stage", "layer"))],
+    [("layer", (0.7, 0.35)), *thinned([(r, PARTS) for r in ("none", "stage", "layer")], 2, [FULL])],
 )
 def test_no_more_lives_than_the_limit_allows(ranks, recompute, parts):
     answers = ranks(measured, recompute, world=4)

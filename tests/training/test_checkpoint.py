@@ -24,6 +24,7 @@ from core.training.log.metrics import MetricsLog
 from core.training.model.begin import build_stages
 from core.training.run.build import build_executor, build_sharded
 from core.training.run.checkpoint import Checkpoints
+from tests.marks import PRODUCT
 from tests.states import state as parallel
 
 VOCABULARY, S, N = 64, 8, 4
@@ -121,7 +122,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS)
-@pytest.mark.parametrize("steps", [(2,), pytest.param(tuple(range(1, N)), marks=pytest.mark.full)], ids=["2", "all"])
+@pytest.mark.parametrize("steps", [(2,), pytest.param(tuple(range(1, N)), marks=PRODUCT)], ids=["2", "all"])
 def test_resumed_at_any_step_it_is_the_same_run(ranks, tmp_path, world, layout, steps):
     digests = ranks(unbroken_and_resumed, str(tmp_path), steps, layout, world=world)
     assert all(digests)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from core.training.log.console import Console, errors_as_one_line
+from tests.marks import thinned
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +67,7 @@ with errors_as_one_line(), parallel_state.launch("cpu"), errors_as_one_line():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("who", ["0", "1", "both"])
+@pytest.mark.parametrize("who", thinned(["1", "0", "both"], 2))
 def test_the_cause_is_said_once_under_torchrun(who, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -359,9 +359,9 @@ def test_python_files_and_flags_agree(data, path):
 
 
 @pytest.mark.full
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_python_files_and_flags_agree_on_two_hundred_runs(data, path):
+def test_python_files_and_flags_agree_on_sixty_runs(data, path):
     agree(*described(data.draw), path)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.marks import PRODUCT
 from tests.zoo import context_batches, context_hooks, context_losses, context_means, context_teachers
 from tests.zoo.case import judge, observe
 
@@ -12,6 +13,9 @@ FAMILIES = {
     "means": context_means,
     "teachers": context_teachers,
 }
+
+
+HALVES = {"2 context ranks, ZeRO-1": slice(0, None, 2), "2 context ranks, ZeRO-3": slice(1, None, 2)}
 
 
 def outcomes(family, names, variation):
@@ -28,7 +32,17 @@ def outcomes(family, names, variation):
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_loss(ranks, family, variation):
-    cases = FAMILIES[family].CASES
+    """Each on two of three layouts: of those without tensor ranks, every other one."""
+    check(ranks, family, FAMILIES[family].CASES[HALVES.get(variation, slice(None))], variation)
+
+
+@pytest.mark.parametrize("variation", [pytest.param(variation, marks=PRODUCT) for variation in HALVES])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_loss_on_every_layout(ranks, family, variation):
+    check(ranks, family, FAMILIES[family].CASES, variation)
+
+
+def check(ranks, family, cases, variation):
     world = 4 if "tp" in context_losses.LAYOUTS[variation][0] else 2
     seen = ranks(outcomes, family, [case.what for case in cases], variation, world=world, timeout=240)
     for place, case in enumerate(cases):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.marks import FULL, thinned
 from tests.zoo import habits_again
 from tests.zoo.case import judge, observe
 from tests.zoo.habits import FAMILY
@@ -28,8 +29,7 @@ def test_a_few_habits(ranks, zero):
     check(ranks, zero, FAMILY.cases[::4])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("zero", FAMILY.variations)
+@pytest.mark.parametrize("zero", thinned(FAMILY.variations, 3, [FULL]))
 def test_habits(ranks, zero):
     check(ranks, zero, FAMILY.cases)
 

@@ -10,7 +10,7 @@ from tests.zoo.modules import FAMILY, VARIATIONS, seen_apart
 COVER = [  # importing transformers takes as long as all of these
     (case, VARIATIONS[i % len(VARIATIONS)]) for i, case in enumerate(FAMILY.cases) if "Hugging Face" not in case.what
 ]
-REST = thinned([(case, v) for case in FAMILY.cases for v in VARIATIONS if (case, v) not in COVER], every=3)
+REST = thinned([(case, v) for case in FAMILY.cases for v in VARIATIONS if (case, v) not in COVER], every=5)
 
 
 @pytest.fixture(autouse=True)
