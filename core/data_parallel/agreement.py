@@ -62,6 +62,8 @@ class Agreement:
         # with whom each rank is compared
         self._first = first_of.to(ps.device)
         self._differed = torch.zeros_like(self._first, dtype=torch.bool)
+        # ranks whose weights differ, and may do so until the next meeting
+        self._passing: Tensor | None = None
         # of an accelerator, under way
         self._flag: HostCopy | None = None
         self._no_numbers = torch.zeros(3, dtype=torch.float64, device=ps.device)
@@ -115,7 +117,11 @@ class Agreement:
     # before an update
 
     def compare(
-        self, rows: Sequence[Tensor], step: int, asked_for: str = "nobody, its optimizer steps"
+        self,
+        rows: Sequence[Tensor],
+        step: int,
+        asked_for: str = "nobody, its optimizer steps",
+        may_pass: bool = False,
     ) -> None:
         """Raises ValueError, on every rank, before the update."""
         self.meetings += 1
@@ -127,6 +133,9 @@ class Agreement:
         else:
             first = torch.zeros_like(self._first[:, : len(rows)])
         differs = numbers != numbers.gather(1, first)
+        before, self._passing = self._passing, differs[_WEIGHTS].clone() if may_pass else None
+        if may_pass:
+            differs[_WEIGHTS] &= before if before is not None else False
         # who has not written says nothing: nobody can ask again there
         if reading_waits(self._ps.device):
             differs[_WEIGHTS] &= (numbers[_WEIGHTS] != 0) & (
@@ -185,10 +194,12 @@ class Agreement:
         changes: Tensor | float = 0.0,
         words: Sequence[int] = (),
         look: bool = False,
+        may_pass: bool = False,
     ) -> list[Tensor]:
         """All ranks are about to do the same with `p.grad`. Returns their words, on the device. One all-gather.
 
         asked_for: what is done, for the message. facts: what must be the same. look: at the weights, too.
+        may_pass: other weights are refused if they were others in the meeting before, too.
         Raises ValueError, on every rank: one does something else, or was told something else.
         """
         if self._group is None:
@@ -205,7 +216,7 @@ class Agreement:
                 # experts: other ranks of the group hold others
                 row[-2] = 0.0
         rows = list(all_gather(row, self._group).view(-1, row.numel()))
-        self.compare(rows, step, asked_for)
+        self.compare(rows, step, asked_for, may_pass)
         return [other[1 : 1 + self.num_words] for other in rows]
 
     @torch.no_grad()

@@ -51,6 +51,8 @@ class UpdateWatch:
         # of the agreement, at the last forward and at the last look
         self._meetings = self._meetings_at_look = 0
         self._versions = 0
+        # ranks met in the last forward, after `.data` was written or not: what differed there must be gone
+        self._met_in_forward = self._met_by_values = False
         # checksums of the weights
         self._seen: Tensor | None = None
         # those that torch's optimizers have stepped, of gradients that are summed, and the number of those gradients
@@ -147,7 +149,8 @@ class UpdateWatch:
             elif not reading_waits(gradient.device):
                 changes = (changes + (position + 1) * (float(checksum(gradient)) + 1)) % (1 << 50)
         self._optimizer_steps += 1
-        look = not self._optimizer_steps & (self._optimizer_steps - 1)
+        look = self._met_in_forward or not self._optimizer_steps & (self._optimizer_steps - 1)
+        self._met_in_forward = False
         if look:
             self._take_weights()
         if summed is not None:
@@ -227,6 +230,10 @@ class UpdateWatch:
             self._look_for_updates()
 
     def _look_for_updates(self) -> None:
+        """Weights that ranks wrote differently are refused in the second forward, or at an optimizer's step.
+
+        Sharpness-aware minimization (arXiv 2010.01412) moves them by a rank's own gradient for one forward, and back.
+        """
         agreement = self._agreement
         self._forwards += 1
         versions = sum([buffer.versions for buffer in self._buffers])
@@ -234,8 +241,11 @@ class UpdateWatch:
         written = versions != self._versions and met == self._meetings and self._forwards > 1
         self._versions = versions
         self._meetings = met
-        if not self._forwards & (self._forwards - 1) and not written:
+        is_power_of_two = not self._forwards & (self._forwards - 1)
+        by_values = not written and (self._met_by_values or is_power_of_two)
+        if by_values:
             written = self._look_at_values()
+        self._met_by_values = by_values and written
         if written and not self._slots[0].sums.has_executor:
             self._take_weights()
             agreement.meet(
@@ -243,8 +253,10 @@ class UpdateWatch:
                 "forward",
                 self._forwards - 1,
                 look=True,
+                may_pass=True,
             )
-            self._meetings = agreement.meetings
+            self._meetings = self._meetings_at_look = agreement.meetings
+            self._met_in_forward = True
 
     def _refuse_freed_weights(self) -> None:
         """Raises ValueError: weights of ZeRO stage 3 cannot come and go inside of a transform."""

@@ -20,7 +20,7 @@ from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_axes import Axes
-from core.parallel_state.by_hand.split_flex import depends_on_head
+from core.parallel_state.by_hand.split_flex import counts_from_zero
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor, is_turn
 from core.parallel_state.collectives import Group
@@ -204,7 +204,7 @@ class SplitActivations(Follower):
         ):
             return
         for name, function in functions.items():
-            if depends_on_head(name, function, query, self._group.size):
+            if counts_from_zero(name, function, query, self._group):
                 self._told.add("heads")
                 warnings.warn(
                     f"flex_attention's {name} is given the numbers 0 to {query.shape[1] - 1} of this tensor rank's "

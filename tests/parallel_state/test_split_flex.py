@@ -47,15 +47,31 @@ class Attention(nn.Module):
         return self.out(flex_attention(q, k, v, score_mod=self.score_mod).transpose(1, 2).flatten(2))
 
 
+def by_own_number(score, b, h, q, k):
+    """Of this rank's heads, counted on from those of the rank before."""
+    return score - torch.exp2(-(h + 2 * torch.distributed.get_rank() + 1.0)) * (q - k)
+
+
+def on_the_first_heads(score, b, h, q, k):
+    """As before, and only the first rank's scores depend on a head at all."""
+    return score - (h + 2 * torch.distributed.get_rank() < 1) * (q - k)
+
+
+OFFSET = {"ALiBi from this rank's first head": by_own_number, "on the first rank's heads": on_the_first_heads}
+
+
 def attended(what):
-    attention = Attention(Placement.of(state(tp=2), torch.float64), SCORES[what][0])
+    function = OFFSET[what] if what in OFFSET else SCORES[what][0]
+    attention = Attention(Placement.of(state(tp=2), torch.float64), function)
     with warnings.catch_warnings(record=True) as told, torch.no_grad():
         warnings.simplefilter("always")
         for _ in range(3):
             attention(torch.ones(2, 8, 16, dtype=torch.float64))
+    assert not [one for one in told if "between ColumnParallelLinear" in str(one.message)]
     return sum("flex_attention's score_mod is given the numbers 0 to 1" in str(one.message) for one in told)
 
 
-@pytest.mark.parametrize("what", ["causal", "ALiBi by number"])
+@pytest.mark.parametrize("what", ["causal", "ALiBi by number", "a table of this rank's", *OFFSET])
 def test_a_programs_attention_is_told(what, ranks):
-    assert ranks(attended, what, world=2) == [int(SCORES[what][1])] * 2
+    depends = what not in OFFSET and SCORES[what][1]
+    assert ranks(attended, what, world=2) == [int(depends)] * 2

@@ -64,11 +64,10 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
     if kind == "exit":
         return Finding("exit", name, shape)
     # every tensor rank would draw the same mask for other columns, or other masks for the same ones
-    if kind == "draw" or name == "scaled_dot_product_attention":
-        if _draws(name, args, kwargs):
-            return Finding("draw", name, shape)
-        if name == "scaled_dot_product_attention":
-            return _attended(args, kwargs, result)
+    if (kind == "draw" or name == "scaled_dot_product_attention") and _draws(name, args, kwargs):
+        return Finding("draw", name, shape)
+    if name in ("scaled_dot_product_attention", "flex_attention"):
+        return _attended(name, args, kwargs, result)
     if name in ("layer_norm", "rms_norm"):
         # a norm over a split dim takes the mean of a part
         sizes = kwargs.get("normalized_shape", args[1] if len(args) > 1 else shape[-1:])
@@ -181,16 +180,17 @@ def _draws(name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
     return bool(p) and bool(training)
 
 
-def _attended(args: tuple, kwargs: dict[str, Any], result: Tensor) -> Outcome:
+def _attended(name: str, args: tuple, kwargs: dict[str, Any], result: Any) -> Outcome:
     """Attention: heads may be split, what q and k are multiplied over may not."""
     query = args[0] if args else kwargs["query"]
     key = args[1] if len(args) > 1 else kwargs["key"]
     value = args[2] if len(args) > 2 else kwargs["value"]
     over_width = split_axes.is_split(_axes(query), [-1]) and split_axes.is_split(_axes(key), [-1])
     if over_width or split_axes.is_split(_axes(key), [-2]):
-        return Finding("reduction", "scaled_dot_product_attention", tuple(query.shape))
+        return Finding("reduction", name, tuple(query.shape))
     axes = (*_axes(query)[:-1], _axes(value)[-1])
-    return [(result, split_axes.broadcast(axes, result.shape))]
+    output = result if isinstance(result, Tensor) else result[0]
+    return [(output, split_axes.broadcast(axes, output.shape))]
 
 
 def _reduced(
