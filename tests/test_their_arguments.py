@@ -123,3 +123,13 @@ def test_a_checkpoint_of_ours_is_no_folder_of_hugging_faces(tmp_path):
         ValueError, match=rf"a checkpoint of ours: checkpoint.weights={tmp_path} begins a run with its"
     ):
         Facts.of_folder(tmp_path)
+
+
+def test_what_a_folder_is_taken_for_is_answered_with_what_to_give(tmp_path):
+    (tmp_path / "checkpoint-10").mkdir()
+    (tmp_path / "checkpoint-10" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=rf"give {tmp_path}/checkpoint-10, which has one"):
+        Facts.of_folder(tmp_path)
+    (tmp_path / "run.toml").touch()
+    with pytest.raises(ValueError, match="the output of a run of ours: checkpoint.weights=DIRECTORY"):
+        Facts.of_folder(tmp_path)

@@ -46,9 +46,11 @@ def test_messages_are_rendered_by_the_template_and_only_the_response_is_learned(
     other = [{"role": "assistant", "content": "A dog."}]
     explicit = {"prompt": TALK[:4], "chosen": TALK[4:], "rejected": other}
     implicit = {"chosen": TALK, "rejected": [*TALK[:4], *other]}
-    file = prepared(tmp_path, [explicit, implicit], "--tokenizer", str(chat_folder / "tokenizer.json"))
+    # UltraFeedback's rows; TRL takes the conversations alone
+    as_text = implicit | {"prompt": "Two and two?"}
+    file = prepared(tmp_path, [explicit, implicit, as_text], "--tokenizer", str(chat_folder / "tokenizer.json"))
     found = texts(file, load_tokenizer(chat_folder / "tokenizer.json"))
-    assert found[:2] == found[2:]
+    assert found[:2] == found[2:4] == found[4:]
     # the assistant's turn in the prompt is context
     assert [learned for _, learned in found[:2]] == ["A cat — é.<|im_end|>", "A dog.<|im_end|>"]
 

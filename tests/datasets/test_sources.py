@@ -76,3 +76,15 @@ def test_of_json_only_rows_are_read(tree):
             find_sources([tree / f"{name}.json"])
     named = {source.name: source.kind for source in find_sources([tree], ["numbers.*"])[0]}
     assert named == found | {"numbers.json": "text"}, "a pattern names text"
+
+
+def test_a_part_that_others_hold_out_is_told_where_it_lies_beside_train(tmp_path, recwarn):
+    for name in ("train-00000.jsonl", "test-00000.jsonl", "a.jsonl"):
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    with pytest.warns(UserWarning, match=r"test-00000\.jsonl \(1 of such a name\) is read as the files of train"):
+        names(tmp_path)
+    recwarn.clear()
+    names(tmp_path / "train-00000.jsonl")
+    (tmp_path / "train-00000.jsonl").unlink()
+    names(tmp_path)
+    assert not recwarn.list

@@ -94,7 +94,7 @@ class ChatTemplate:
         text = render(messages)
         spans = []
         for number, message in enumerate(messages):
-            if message["role"] != "assistant" or number < prompt:
+            if number < prompt or not _is_learned(message):
                 continue
             before = render(messages[:number], add_generation_prompt=True)
             # the end of the turn is the answer's, the white space before the next header is not
@@ -211,6 +211,11 @@ def _with_content(message: Any) -> Any:
     raise UnusableRowError(_NO_ROLES)
 
 
+def _is_learned(message: Mapping[str, Any]) -> bool:
+    """Answers are, but those of `weight` 0 (OpenAI's files)."""
+    return message["role"] == "assistant" and message.get("weight") != 0
+
+
 def _of_sharegpt(row: dict[str, Any]) -> Any:
     """The messages of a row in ShareGPT's form; `system` beside them is the first of them."""
     messages = row[_CHATS]
@@ -265,12 +270,16 @@ class ConversationEncoder:
         self, messages: Any, given: Mapping[str, Any], prompt: int = 0
     ) -> list[Conversation]:
         try:
+            messages = json.loads(messages) if isinstance(messages, str) else messages
+        except ValueError:
+            raise UnusableRowError("chats whose messages are a text that is no JSON") from None
+        try:
             return [self.encode_chat(messages, given, prompt)]
         except _RewrittenTurnsError:
             answers = [
                 number
                 for number, message in enumerate(messages)
-                if message["role"] == "assistant" and number >= prompt
+                if number >= prompt and _is_learned(message)
             ]
             return [self.encode_chat(messages[: n + 1], given, n) for n in answers]
 
@@ -295,7 +304,7 @@ class ConversationEncoder:
         if not isinstance(messages, list) or not messages:
             raise UnusableRowError(_NEITHER)
         messages = [_with_content(message) for message in messages]
-        if not any(message["role"] == "assistant" for message in messages[prompt:]):
+        if not any(map(_is_learned, messages[prompt:])):
             roles = ", ".join(sorted({message["role"] for message in messages[prompt:]})[:4])
             raise UnusableRowError(f"{_NO_ANSWER}, whose roles are {roles}")
         if self._template is None:

@@ -58,7 +58,10 @@ def encode_pair(row: Any, encoder: ConversationEncoder) -> tuple[Conversation, C
         raise UnusableRowError(f"lacks {' and '.join(missing)}")
     responses = [row[name] for name in RESPONSES]
     prompt = row.get("prompt")
-    if prompt is None:
+    # a text beside whole conversations repeats how they begin (UltraFeedback); TRL reads these alone
+    first, second = (r[:1] if isinstance(r, list) else [] for r in responses)
+    are_whole = bool(first) and first == second
+    if prompt is None or (isinstance(prompt, str) and are_whole):
         prompt, *responses = _common_prompt(*responses)
     kinds = {type(value) for value in (prompt, *responses)}
     if kinds == {str} and prompt:

@@ -3,6 +3,8 @@
 import fnmatch
 import hashlib
 import os
+import re
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ SUFFIXES = (*READ, *(suffix + packed for suffix in (*TEXT, *LINES) for packed in
 # of a directory that `datasets.save_to_disk` wrote, beside state.json
 _DATASET = "dataset_info.json"
 _SPLITS = "dataset_dict.json"
+# names of parts that are not trained on
+_HELD_OUT = ("test", "valid", "validation", "val", "dev", "eval")
 _OTHER_SUFFIX = "files of another suffix"
 
 
@@ -64,10 +68,10 @@ def find_sources(
     hashed_sources: list[tuple[bytes, int, TextSource]] = []
     for number, path in enumerate(map(Path, inputs)):
         if path.is_dir():
-            sources = search.below(path)
+            found = search.below(path)
         else:
-            sources = search.file(path, path.name, named=True)
-        for source in sources:
+            found = search.file(path, path.name, named=True)
+        for source in found:
             name_hash = hashlib.sha256(os.fsencode(source.name)).digest()
             hashed_sources.append((name_hash, number, source))
     if not hashed_sources:
@@ -78,9 +82,28 @@ def find_sources(
             f"{' '.join(READ)} and .json of rows (also {' '.join(PACKED)}){rest}; "
             "name a pattern, for example --glob '*.html'"
         )
-    return [
-        source for *_, source in sorted(hashed_sources, key=lambda entry: entry[:2])
-    ], search.skipped
+    sources = [source for *_, source in sorted(hashed_sources, key=lambda entry: entry[:2])]
+    _tell_of_held_out(sources)
+    return sources, search.skipped
+
+
+def _tell_of_held_out(sources: Sequence[TextSource]) -> None:
+    """Who names a folder of `train.jsonl` and `test.jsonl` gets both."""
+    split_of = {
+        source.path: re.split(r"[-_.]", source.path.name)[0]
+        for source in sources
+        if source.kind in ("jsonl", "parquet")
+    }
+    folders = {path.parent for path, split in split_of.items() if split == "train"}
+    held_out = [
+        path for path, split in split_of.items() if split in _HELD_OUT and path.parent in folders
+    ]
+    if held_out:
+        warnings.warn(
+            f"{held_out[0]} ({len(held_out)} of such a name) is read as the files of train beside it are; name those "
+            "alone where it is to be held out",
+            stacklevel=4,
+        )
 
 
 def _local_inputs(inputs: Sequence[str | Path]) -> list[str | Path]:

@@ -78,6 +78,24 @@ def adapters_alone(folder: Path) -> str:
     )
 
 
+def _what_it_is(folder: Path) -> str:
+    """What a folder without `config.json` is taken for, and what to give instead."""
+    if (folder / "manifest.json").is_file():
+        return (
+            f"it is a checkpoint of ours: checkpoint.weights={folder} begins a run with its weights"
+        )
+    if (folder / "run.toml").is_file():
+        return (
+            "it is the output of a run of ours: checkpoint.weights=DIRECTORY, the run's checkpoint.directory, begins "
+            "with its weights"
+        )
+    # as transformers' Trainer leaves them
+    below = max(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime, default=None)
+    if below is not None:
+        return f"give {below.parent}, which has one"
+    return adapters_alone(folder) or "give a folder that save_pretrained or the Hub made"
+
+
 class Facts:
     """One configuration: a dict, a transformers configuration object, or what `config.json` of a folder says."""
 
@@ -95,10 +113,7 @@ class Facts:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            remedy = adapters_alone(folder) or "give a folder that save_pretrained or the Hub made"
-            if (folder / "manifest.json").is_file():
-                remedy = f"it is a checkpoint of ours: checkpoint.weights={folder} begins a run with its weights"
-            raise ValueError(f"{path} does not exist; {remedy}") from None
+            raise ValueError(f"{path} does not exist; {_what_it_is(folder)}") from None
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(fields, dict):
