@@ -131,5 +131,5 @@ def test_what_a_folder_is_taken_for_is_answered_with_what_to_give(tmp_path):
     with pytest.raises(ValueError, match=rf"give {tmp_path}/checkpoint-10, which has one"):
         Facts.of_folder(tmp_path)
     (tmp_path / "run.toml").touch()
-    with pytest.raises(ValueError, match="the output of a run of ours: checkpoint.weights=DIRECTORY"):
+    with pytest.raises(ValueError, match="the output of a run of ours"):
         Facts.of_folder(tmp_path)
