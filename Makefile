@@ -33,7 +33,7 @@ test: $(STAMP)
 	$(PYTEST) -m "not full" --durations=10
 
 test-full: $(STAMP)
-	$(PYTEST) -m "full and not product" --durations=10
+	$(PYTEST) -m "full and not product" -rs --durations=10
 
 # the rest of the products of options, of which test-all runs a part: hours
 test-product: $(STAMP)

@@ -3,7 +3,9 @@
 `python -m tests.slow REPORT`, of a run with `--junitxml REPORT`, adds those of it to tests/slow.txt.
 """
 
+import os
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
@@ -34,6 +36,12 @@ def mark(items) -> None:
     for item in items:
         if item.nodeid in slow_tests():
             item.add_marker(pytest.mark.full)
+
+
+def is_too_late(item) -> bool:
+    """Whether it begins after `TESTS_END`, in seconds since 1970, and is none of `make test` (docs/decisions/164)."""
+    end = os.environ.get("TESTS_END")
+    return end is not None and time.time() > float(end) and item.get_closest_marker("full") is not None
 
 
 def _node_id(case) -> str:

@@ -46,3 +46,19 @@ def test_only_what_is_listed_is_marked():
     items = [Item(min(slow_tests())), Item("tests/test_slow.py::test_only_what_is_listed_is_marked")]
     mark(items)
     assert [item.marks for item in items] == [["full"], []]
+
+
+def test_only_full_cases_are_skipped_and_only_after_the_end(monkeypatch):
+    class Full:
+        def get_closest_marker(self, name):
+            return name == "full" or None
+
+    class Quick:
+        def get_closest_marker(self, name):
+            return None
+
+    assert not slow.is_too_late(Full())
+    monkeypatch.setenv("TESTS_END", "1")
+    assert slow.is_too_late(Full()) and not slow.is_too_late(Quick())
+    monkeypatch.setenv("TESTS_END", "9e9")
+    assert not slow.is_too_late(Full())

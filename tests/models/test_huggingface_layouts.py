@@ -233,7 +233,7 @@ def test_greedy_tokens_on_a_layout_are_those_of_transformers(ranks, kind, tp, pp
 
 
 @pytest.mark.parametrize(
-    "kind, tp, pp", thinned([(kind, *how) for how in ((1, 2), (2, 1), (4, 1)) for kind in OTHERS], 2, [FULL])
+    "kind, tp, pp", thinned([(kind, *how) for how in ((1, 2), (2, 1), (4, 1)) for kind in OTHERS], 4, [FULL])
 )
 def test_greedy_tokens_of_every_family_are_those_of_transformers(ranks, kind, tp, pp):
     assert ranks(our_texts, kind, tp, pp, world=tp * pp) == [their_texts(kind)] * (tp * pp)

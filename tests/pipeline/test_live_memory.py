@@ -130,7 +130,7 @@ PARTS = (1.0, 0.85, 0.7, 0.6, 0.5, 0.35)
 
 @pytest.mark.parametrize(
     "recompute, parts",
-    [("layer", (0.7, 0.35)), *thinned([(r, PARTS) for r in ("none", "stage", "layer")], 2, [FULL])],
+    [("layer", (0.7, 0.35)), *thinned([(r, PARTS) for r in ("none", "stage", "layer")], 3, [FULL])],
 )
 def test_no_more_lives_than_the_limit_allows(ranks, recompute, parts):
     answers = ranks(measured, recompute, world=4)

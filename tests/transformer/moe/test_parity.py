@@ -160,6 +160,6 @@ def test_the_other_pairs_of_values_on_four_ranks(ranks, start):
     assert not any(ranks(compare, cover()[IN_MAKE_TEST + start :: 4], world=4, timeout=300))
 
 
-@pytest.mark.parametrize("start", thinned(range(6), every=3, marks=[FULL]))
+@pytest.mark.parametrize("start", thinned(range(6), every=6, marks=[FULL]))
 def test_every_pair_of_values_after_three_steps(ranks, start):
     ranks(compare_after_steps, cover()[start::6], world=4, timeout=300)
