@@ -57,6 +57,7 @@ def test_only_full_cases_are_skipped_and_only_after_the_end(monkeypatch):
         def get_closest_marker(self, name):
             return None
 
+    monkeypatch.delenv("TESTS_END", raising=False)
     assert not slow.is_too_late(Full())
     monkeypatch.setenv("TESTS_END", "1")
     assert slow.is_too_late(Full()) and not slow.is_too_late(Quick())
