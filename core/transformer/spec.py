@@ -73,7 +73,9 @@ PositionPart = Callable[[Build, int], nn.Module]
 class TransformerLayerSpec:
     """The parts of a layer. Swap one with `dataclasses.replace(spec, mlp=MyMLP)`; no registry, no strings.
 
-    layer(build, spec) -> the layer; norm, attention, core_attention and mlp build its parts.
+    layer(build, spec) -> the layer. Its parts are built by norm(build, size, over_heads=False), size of the last dim,
+    attention(build, spec), core_attention(build) and mlp(build); `build` has the config, `place` for linears, the
+    layer's number. Given: hidden states [s/tp or s, b, h].
     qk_norm(build, heads) builds the norm of query or key heads [b, a/tp, s, d] where the configuration asks for one;
     default: `norm` of each head by itself.
     positions builds a module that gives position embeddings to add ([s/tp or s, b, h]), rotary one that gives
