@@ -55,7 +55,9 @@ def spread(zero, torchs, parts):
     return [w.detach().clone() for w in model.parameters()]
 
 
-@pytest.mark.parametrize("zero, torchs, parts", [(0, True, 1), (1, True, 2), (1, False, 1), (2, False, 1), (3, True, 1)])
+@pytest.mark.parametrize(
+    "zero, torchs, parts", [(0, True, 1), (1, True, 2), (1, False, 1), (2, False, 1), (3, True, 1)]
+)
 def test_the_weights_are_those_of_the_mean_of_the_ranks_gradients(ranks, zero, torchs, parts):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

@@ -157,6 +157,12 @@ def test_what_cannot_be_exported_leaves_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
 
 
+def test_a_check_without_transformers_says_so_before_anything_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("core.models.huggingface.exporting.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="pip install transformers"):
+        export_huggingface(tmp_path / "nowhere", tmp_path / "out", check=True)
+
+
 def dtypes_of(folder):
     return {name: tensor.dtype for name, tensor in tensors_of(folder).items()}
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def export_huggingface(
     says nothing of its model, a fact that no family has, logits that differ. ImportError: `check` without
     transformers.
     """
+    if check and find_spec("transformers") is None:
+        raise ImportError("--check compares with transformers: pip install transformers")
     form = _form_of_checkpoint(checkpoint, source)
     stored = lazy_tensors(checkpoint)
     if "lora" in open_stored(checkpoint).run:
