@@ -5,10 +5,11 @@ is 1/tp as wide, and attention is another one. What a number means stands in its
 number that stands in the program's text, `y.unflatten(-1, (8, -1))`, is no rank's count: the same text runs on one.
 """
 
+import inspect
 import linecache
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -31,10 +32,10 @@ def whole_heads(name: str, args: tuple, result: Any, size: int) -> tuple[int, st
     """
     x = args[0] if args else None
     if name == "group_norm" and isinstance(x, SplitTensor) and split_axes.is_split(x.axes, [1]):
-        groups = args[1] if len(args) > 1 else None
-        if isinstance(groups, int) and _times_written(name, groups):
+        groups = args[1]
+        if _times_written(name, groups) or _is_made_of(groups):
             return groups, ""
-        return None
+        return _named(groups, size, ("head", "group"))
     if name not in _VIEWS or not isinstance(x, SplitTensor) or not isinstance(result, SplitTensor):
         return None
     place = _split_dim(result)
@@ -43,12 +44,17 @@ def whole_heads(name: str, args: tuple, result: Any, size: int) -> tuple[int, st
     heads = int(result.shape[place])
     if _is_written(name, args, result, heads):
         return heads, ""
-    counts = dict(_head_counts(sys._getframe(1)))
-    if any(count == heads * size for count in counts.values()):
+    return _named(heads, size, ("head",))
+
+
+def _named(number: int, size: int, words: Sequence[str]) -> tuple[int, str] | None:
+    """The number and its name in the program's module, where that is none of a rank's own count."""
+    counts = dict(_counts(sys._getframe(1), words))
+    if any(count == number * size for count in counts.values()):
         return None
     for label, count in counts.items():
-        if count == heads and not any(word in label.lower() for word in _OF_A_RANK):
-            return heads, label
+        if count == number and not any(word in label.lower() for word in _OF_A_RANK):
+            return number, label
     return None
 
 
@@ -96,21 +102,35 @@ def _times_written(name: str, count: int) -> int:
     return len(re.findall(rf"(?<=[\s(]){count}(?=\s*[,)]|$)", f" {arguments}"))
 
 
-def _head_counts(frame: FrameType | None) -> Iterator[tuple[str, int]]:
-    """Numbers that are named after heads, of the module whose forward calls and of its configuration."""
+def _is_made_of(groups: int) -> bool:
+    """Whether the program's module makes its GroupNorm of a number in the text: `nn.GroupNorm(4, width // tp)`."""
+    module = _module_of_program(sys._getframe(1))
+    if module is None or groups < 2:
+        return False
+    try:
+        text = inspect.getsource(type(module))
+    except (OSError, TypeError):
+        return False
+    return re.search(rf"\bGroupNorm\(\s*(num_groups\s*=\s*)?{groups}\s*,", text) is not None
+
+
+def _module_of_program(frame: FrameType | None) -> nn.Module | None:
+    """Whose forward calls, of those that are none of torch's."""
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and not type(module).__module__.startswith("torch."):
-            owners = [module, *(getattr(module, name, None) for name in _CONFIGURATIONS)]
-            for owner in owners:
-                for name, value in getattr(owner, "__dict__", {}).items():
-                    is_count = isinstance(value, int) and not isinstance(value, (bool, Tensor))
-                    if (
-                        is_count
-                        and "head" in name.lower()
-                        and "dim" not in name
-                        and "size" not in name
-                    ):
-                        yield name, value
-            return
+            return module
         frame = frame.f_back
+    return None
+
+
+def _counts(frame: FrameType | None, words: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """Numbers that are named after heads or groups, of the program's module and of its configuration."""
+    module = _module_of_program(frame)
+    for owner in (module, *(getattr(module, name, None) for name in _CONFIGURATIONS)):
+        for name, value in getattr(owner, "__dict__", {}).items():
+            is_count = isinstance(value, int) and not isinstance(value, (bool, Tensor))
+            if not is_count or "dim" in name or "size" in name:
+                continue
+            if any(word in name.lower() for word in words):
+                yield name, value

@@ -322,8 +322,9 @@ class SplitActivations(Follower):
         what = "groups" if name == "group_norm" else "heads"
         if label:
             told = f"{count} {what} ({label})"
+            view = "" if name == "group_norm" else "view(..., -1, head_size), or "
             remedy = (
-                f"Write view(..., -1, head_size), or {label} // {size}; if {count} is this rank's count, say so in "
+                f"Write {view}{label} // {size}; if {count} is this rank's count, say so in "
                 f"its name (local_{label})"
             )
         else:

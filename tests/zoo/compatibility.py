@@ -13,6 +13,7 @@ FAMILIES: list[str] = [
     "experts",
     "context_losses",
     "context_batches",
+    "context_labels",
     "context_means",
     "context_hooks",
     "context_teachers",

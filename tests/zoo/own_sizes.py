@@ -3,10 +3,13 @@
 import math
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
+from core.parallel_state.layout import Layout, set_layout
 from tests.zoo.case import Case
 from tests.zoo.own_activations import GATHER, REDUCED, between, grouped, told
+from tests.zoo.own_model import FFN, Feedforward, train, weights
 
 OF_ALL = "the size of all, `y.shape[-1] * place.tp`"
 
@@ -25,7 +28,57 @@ def four_groups(y):
     return (z / (z.pow(2).mean(-1, keepdim=True) + 1e-3).sqrt()).flatten(2)
 
 
+class GroupNormed(Feedforward):
+    """RWKV's `ln_x`, RetNet's, a Conformer's: a norm of each head's columns."""
+
+    def __init__(self, place):
+        super().__init__(place)
+        self.n_head = 4
+        self.norm = nn.GroupNorm(self.n_head, FFN // place.tp, affine=False)
+
+    def forward(self, x):
+        y = F.gelu(self.up(x))
+        return self.down(self.norm(y.flatten(0, 1)).view(y.shape))
+
+
+class OfItsHeads(GroupNormed):
+    def __init__(self, place):
+        super().__init__(place)
+        self.norm = nn.GroupNorm(self.n_head // place.tp, FFN // place.tp, affine=False)
+
+
+class ByText(GroupNormed):
+    def __init__(self, place):
+        super().__init__(place)
+        self.n_head = 1
+        self.norm = nn.GroupNorm(4, FFN // place.tp, affine=False)
+
+
+class BatchNormed(GroupNormed):
+    """A Conformer's convolution part."""
+
+    def __init__(self, place):
+        super().__init__(place)
+        self.norm = nn.BatchNorm1d(FFN // place.tp)
+        for parameter in self.norm.parameters():
+            set_layout(parameter, Layout((FFN,), {"tp": 0}))
+
+
 CASES = [
+    told(
+        "`nn.GroupNorm(n_head, width // tp)`",
+        weights(train, feedforward=GroupNormed),
+        "`n_head // tp` groups",
+        r"4 groups \(n_head\) on each of 2 ranks",
+    ),
+    told(
+        "`nn.GroupNorm(4, width // tp)`",
+        weights(train, feedforward=ByText),
+        "`4 // place.tp`",
+        "4 groups, a number in the program's text",
+    ),
+    Case("`nn.GroupNorm(n_head // tp, width // tp)`", weights(train, feedforward=OfItsHeads)),
+    Case("`nn.BatchNorm1d(width // tp)`, its weights with a layout", weights(train, feedforward=BatchNormed)),
     told(
         "a spectrum over the width, `torch.fft.fft(y)`", between(lambda y: torch.fft.fft(y).real / 9), GATHER, REDUCED
     ),

@@ -3,13 +3,14 @@
 import pytest
 
 from tests.marks import PRODUCT
-from tests.zoo import context_batches, context_hooks, context_losses, context_means, context_teachers
+from tests.zoo import context_batches, context_hooks, context_labels, context_losses, context_means, context_teachers
 from tests.zoo.case import judge, observe
 
 FAMILIES = {
     "losses": context_losses,
     "batches": context_batches,
     "hooks": context_hooks,
+    "labels": context_labels,
     "means": context_means,
     "teachers": context_teachers,
 }

@@ -44,6 +44,8 @@ MATCH_REMEDY = (
     "Take it over the ranks before it is counted: torch.distributed.all_reduce(is_match.int(), "
     "op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_context_parallel_group())"
 )
+# `x *= y`
+_ASSIGNMENTS = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor")
 _COUNTS = ("bincount", "histc", "histogram", "searchsorted", "bucketize")
 REMEDY = (
     "Make weights, masks and shifted labels of whole sequences, before context_batch cuts the batch: it cuts tokens, "
@@ -129,6 +131,8 @@ class BatchRows(Follower):
             for x in changed:
                 if x.numbers is None and split_axes.is_split(x.axes):  # type: ignore[attr-defined]
                     self.tell(x, f"comes to the loss by {name}")
+        elif _writes(call) and self._is_part_of_rows(args[0]):
+            self._tell_of_places(name, args[0])
         elif name == "setitem":
             self._write(args, changed)
         elif changed:
@@ -187,6 +191,26 @@ class BatchRows(Follower):
         if isinstance(result, Tensor):
             self._change(result, name, (), (result.detach().as_subclass(Tensor).clone(),))
 
+    def _is_part_of_rows(self, x: Any) -> bool:
+        """Whether it is a view of followed rows that was cut by number, `labels[:, n:]`."""
+        if not isinstance(x, SplitTensor) or not x.partial:
+            return False
+        storage = x.untyped_storage().data_ptr()
+        marked = [reference() for reference in self._marked]
+        return any(
+            isinstance(rows, SplitTensor)
+            and not rows.partial
+            and rows.untyped_storage().data_ptr() == storage
+            for rows in marked
+        )
+
+    def _tell_of_places(self, name: str, x: SplitTensor) -> None:
+        self._owner.tell(
+            f"{name} of {list(x.shape)} takes rows of a batch by number, which are this context rank's, not all of a "
+            "sequence",
+            REMEDY,
+        )
+
     def _write(self, args: tuple, changed: list[SplitTensor]) -> None:
         """`x[index] = value`: rows by number, or values that were made across rows."""
         x, index, value = args
@@ -197,16 +221,13 @@ class BatchRows(Follower):
             if not isinstance(value, Tensor) and any(x is c for c in changed):
                 x.counted = x.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
             return
+        self.factors.note("setitem", [x], (index, value), {})
         try:
             outcome = outcome_of(Tensor.__setitem__, "setitem", (x, index), {}, None)
         except Exception:
             return
         if isinstance(outcome, Finding):
-            self._owner.tell(
-                f"setitem of {list(x.shape)} takes rows of a batch by number, which are this context rank's, not all "
-                "of a sequence",
-                REMEDY,
-            )
+            self._tell_of_places("setitem", x)
         elif changed:
             self._set(x, changed[0].partial, x.axes, changed[0].numbers)  # type: ignore[attr-defined]
 
@@ -269,6 +290,13 @@ class BatchRows(Follower):
         for number in pytree.tree_leaves(result):
             if isinstance(number, (int, float)) and len(self.read_numbers) < 100:
                 self.read_numbers.add(float(number))
+
+
+def _writes(call: Call) -> bool:
+    """Whether it writes into its first argument."""
+    name = getattr(call.func, "__name__", "")
+    is_method = name.endswith("_") and not name.endswith("__")
+    return is_method or call.name in ("setitem", *_ASSIGNMENTS)
 
 
 def with_rows_alone(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

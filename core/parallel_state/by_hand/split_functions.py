@@ -76,7 +76,7 @@ def outcome_of(func: Any, name: str, args: tuple, kwargs: dict[str, Any], result
             return Finding("reduction", name, shape)
         return [(result, axes)]
     if name in ("batch_norm", "instance_norm", "group_norm"):
-        return _normalized(name, args, kwargs, axes, result)
+        return _normalized(name, args, kwargs, _axes(args[0]), result)  # not the weight's axes
     # torch.max(a, b) is elementwise
     is_pair = name in ("max", "min") and len(args) > 1 and isinstance(args[1], Tensor)
     if kind == "reduction" or (kind == "sum" and not is_pair):
