@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SIZE = 4
-TIMEOUT_S = 60.0  # one job; a hang kills the pool and names the ranks that did not answer
+TIMEOUT_S = 120.0  # one job; a hang kills the pool and names the ranks that did not answer
 GRACE_S = 3.0  # after one rank failed, how long the others may take to say why
 ROOT = str(Path(__file__).parents[1])
 # imported once instead of once per worker (torch.optim imports torch._dynamo at its first use)

@@ -143,7 +143,7 @@ def test_a_checkpoint_in_the_root_directory():
     assert root.url == "/" and root.temporary("x", "0" * 32).path == f"/.tmp-x-{'0' * 32}"
     code = "from core.dist_checkpointing.publish.checkpoint_root import CheckpointRoot as Root\n"
     code += "Root('/')._strategy.prepare(); print('prepared')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "prepared\n"
 
 

@@ -62,7 +62,7 @@ def commands(folder, out):
     """(directory, command) -> (status, what it said)."""
     out.mkdir()
     words = [sys.executable, "-m", "tests.dist_checkpointing.hostile", str(folder), str(out)]
-    done = subprocess.run(words, cwd=ROOT, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=60)
+    done = subprocess.run(words, cwd=ROOT, stdout=-1, stderr=subprocess.STDOUT, text=True, timeout=120)
     assert done.returncode == 0, done.stdout[-3000:]
     assert "Traceback" not in done.stdout
     found = {}

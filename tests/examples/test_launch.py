@@ -83,7 +83,7 @@ def test_wrong_values_are_told_at_once():
 def run_script(tmp_path, *flags):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [warm.python(), str(SCRIPT), *flags]
-    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.full

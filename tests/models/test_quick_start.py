@@ -75,7 +75,7 @@ def test_the_lines_under_torchrun(alone, tmp_path):
     command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     # no accelerator: the machine may have fewer of them than the two ranks
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line)

@@ -253,7 +253,7 @@ def test_launch_joins_and_leaves_under_torchrun(tmp_path):
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert all(f"rank {r} tp {r} on cpu" in done.stdout for r in (0, 1)), done.stdout
 
@@ -283,7 +283,7 @@ def test_an_exception_is_the_last_word_of_a_launch_that_is_never_left(way, ranks
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *(torchrun if ranks_of_it > 1 else []), str(script)]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "Exception ignored" not in done.stderr, done.stderr
     told = [line for line in done.stderr.splitlines() if "Error: " in line and "ChildFailed" not in line]
     assert told and all(line.endswith("KeyError: 'the user'") for line in told), done.stderr

@@ -112,7 +112,7 @@ def test_beside_tensor_ranks(ranks, sp):
     assert ranks(compare, MESHES, world=4, tp=2, sp=sp) == [{}] * 4
 
 
-def check(ranks, cases, timeout=60.0):
+def check(ranks, cases, timeout=180.0):
     for world, mine in (2, [c for c in cases if c[1] == "none"]), (4, [c for c in cases if c[1] != "none"]):
         assert ranks(compare, mine, world=world, timeout=timeout) == [{}] * world
 

@@ -38,7 +38,7 @@ def compare(cases):
     return wrong, names
 
 
-def check(ranks, cases, timeout=60.0):
+def check(ranks, cases, timeout=180.0):
     for world in RANKS:
         mine = [case for case in cases if case[2] == world]
         answers = ranks(compare, mine, world=world, timeout=timeout)

@@ -343,7 +343,7 @@ def test_without_torch_the_packages_are_told(arguments):
         f"import runpy, sys\nfor name in {blocked}: sys.modules[name] = None\nsys.argv[1:] = {arguments}\n"
         "runpy.run_module('core.training.doctor', run_name='__main__', alter_sys=True)"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr == ""
     if arguments:
         assert json.loads(done.stdout)["missing"] == blocked[:5]
