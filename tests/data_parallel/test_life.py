@@ -15,6 +15,7 @@ from core.optimizer import OptimizerConfig, ShardedAdamW, ShardedSGD
 from core.parallel_state import ParallelState
 from core.parallel_state.collectives.groups import world_timeout_s
 from core.parallel_state.flat import Entry, bucket_table
+from tests.pool import TIMEOUT_S
 from tests.states import state
 
 ZERO = [0, 1, pytest.param(2, marks=pytest.mark.full), 3]
@@ -194,7 +195,7 @@ def the_users_timeout():
 
 def test_the_timeout_of_init_process_group_stands(ranks):
     for told, ours in ranks(the_users_timeout, world=2):
-        assert ours == timedelta(seconds=told) == timedelta(seconds=30), "the pool's own"
+        assert ours == timedelta(seconds=told) == timedelta(seconds=TIMEOUT_S / 2), "the pool's own"
 
 
 def test_complex_parameters_are_told_when_the_optimizer_is_made():

@@ -16,6 +16,7 @@ from core.context_parallel.rows.batches import (
     is_of_batch,
     with_rows_alone,
 )
+from core.context_parallel.rows.frozen import BackwardOfHead
 from core.context_parallel.rows.owner import Owner
 from core.context_parallel.rows.reads import (
     BRANCHES,
@@ -74,6 +75,7 @@ class Sums(Follower):
         self._shared = SharedCounts(output.device)
         self._divisors = Divisors(owner.batch, output.device)
         self._factors = factors.RowFactors(output.device)
+        self._backward_of_head = BackwardOfHead()
 
     def weigh(self, logits: Tensor) -> None:
         """Of [b, s/cp, v]: in their backward, before it comes to the output, what rows weigh in a cross entropy."""
@@ -115,11 +117,12 @@ class Sums(Follower):
     def _follow_rows(self, call: Call) -> None:
         name, inputs, result = call.name, call.inputs, call.result
         args, kwargs = call.args, call.kwargs
+        needs_gradient = any(x.requires_grad for x in inputs)
         if name in ("numpy", "array"):
             # nothing is heard of what is made of them there
             self._owner.tell_of_log("values of", reads.NUMPY_REMEDY, "go to numpy")
         try:
-            if any(x.requires_grad for x in inputs):
+            if needs_gradient:
                 self._factors.note(name, inputs, args, kwargs)
             # as if nobody followed the batch, or a loss
             args, kwargs = with_rows_alone(args, kwargs)
@@ -133,25 +136,23 @@ class Sums(Follower):
             return
         if outcome in _LARGEST:
             outcome = Finding("reduction", name, tuple(inputs[0].shape))
-        if not any(x.requires_grad for x in inputs):
+        if isinstance(outcome, list):
+            for tensor, axes in outcome:
+                self.mark(tensor, axes)
+                if not needs_gradient:
+                    self._backward_of_head.listen(tensor, self.compare)
+        elif not needs_gradient:
             if isinstance(outcome, (str, float)) or (
                 isinstance(outcome, Finding) and outcome.kind in ("reduction", "cut")
             ):
                 self._mark_statistic(result, name)
-            elif isinstance(outcome, list):
-                for tensor, axes in outcome:
-                    self.mark(tensor, axes)
         elif isinstance(outcome, Finding):
             self._hear_draw(name, inputs[0])
             self._tell_if_used(outcome, result)
         elif isinstance(outcome, str):
             self._compare_sum(name, inputs[0], result)
         elif isinstance(outcome, (int, float)):
-            rows = summed_rows(name, args, kwargs)
-            self._compare_later(result, outcome, rows=rows)
-        elif outcome is not None:
-            for tensor, axes in outcome:
-                self.mark(tensor, axes)
+            self._compare_later(result, outcome, rows=summed_rows(name, args, kwargs))
 
     def _hear_batch(
         self, name: str, changed: list[SplitTensor], inputs: list[SplitTensor], args: tuple
@@ -396,5 +397,4 @@ class Sums(Follower):
             return
         how = (self._judges_totals, prod(self._shape) * self._owner.is_averaged)
         for found in verdicts(gathered[:, :-1], group, self._divisors, gradient.dtype, *how):
-            # without a remedy of its own: that of sums
-            self._owner.tell(*filter(None, found))
+            self._owner.tell(*filter(None, found))  # without a remedy of its own: that of sums
