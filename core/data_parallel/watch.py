@@ -117,7 +117,7 @@ class UpdateWatch:
         Raises ValueError, on every rank, before anything is updated.
         """
         # our optimizers meet with the gradient norm
-        if hasattr(optimizer, "shard") or self._is_within(optimizer):
+        if not self._slots or hasattr(optimizer, "shard") or self._is_within(optimizer):
             return
         sums = self._slots[0].sums
         slots = []
@@ -210,7 +210,7 @@ class UpdateWatch:
 
         Executors have not. Raises ValueError, on every rank: one wrote other values.
         """
-        if self._agreement.is_shared and called_by_program(sys._getframe(2)):
+        if self._slots and self._agreement.is_shared and called_by_program(sys._getframe(2)):
             self._take_weights()
             self._agreement.meet("reshard", "reshard", self._slots[0].step, look=True)
 
@@ -246,7 +246,7 @@ class UpdateWatch:
         if by_values:
             written = self._look_at_values()
         self._met_by_values = by_values and written
-        if written and not self._slots[0].sums.has_executor:
+        if written and not any(slot.sums.has_executor for slot in self._slots[:1]):
             self._take_weights()
             agreement.meet(
                 "a forward, after weights were written by hand",

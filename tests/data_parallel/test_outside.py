@@ -72,3 +72,24 @@ def test_a_head_that_is_summed_is_right(ranks, zero_stage, summed):
     expected = ranks(plain, world=1)[0]
     for weight in ranks(trained, zero_stage, summed):
         torch.testing.assert_close(weight, expected, rtol=1e-10, atol=1e-12)
+
+
+def beside_what_is_frozen(zero_stage):
+    """A probe: the body's gradients are nobody's, and the head's the program's."""
+    torch.manual_seed(0)
+    body, head = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)
+    DataParallel(body, state(), zero_stage=zero_stage)
+    called = nn.parallel.DistributedDataParallel(head)
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    x = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for rows in x:
+        called(body(rows)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return head.weight.detach().clone()
+
+
+@pytest.mark.parametrize("zero_stage", [0, 3])
+def test_an_optimizer_beside_a_dataparallel_of_frozen_weights(ranks, zero_stage):
+    first, second = ranks(beside_what_is_frozen, zero_stage)
+    assert torch.equal(first, second)
