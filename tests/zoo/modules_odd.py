@@ -302,7 +302,11 @@ ODD: dict[str, Any] = {
     "`checkpoint_sequential`": twice(lambda: Of(_sequential, s=nn.Sequential(lin(), nn.Tanh(), lin(), nn.Tanh()))),
     "`checkpoint` with dropout inside": _pair(_dropout_inside),
     "an inner loop on a deep copy (first-order MAML)": _pair(_inner_loop),
-    "`loss.backward()` inside forward": _pair(_own_backward),
+    "`loss.backward()` inside forward": {
+        "make": _pair(_own_backward),
+        "remedy": "return the loss beside the output, or recompute='none' or 'layer'",
+        "elsewhere": {f"{s}, stage": ("refused", r"calls backward\(\) in its forward") for s in ("zb-v", "auto")},
+    },
     "a derivative inside forward (force fields)": _pair(_derivative),
     "a vector quantizer with moving averages": twice(lambda: _Quantizer(False)),
     "a vector quantizer that writes `.data`": twice(lambda: _Quantizer(True)),

@@ -37,14 +37,10 @@ def test_all(case, variation):
     judge(case, [observe(case.run, variation)], variation)
 
 
-# refused between ranks under recompute="stage", and right otherwise (tests/pipeline)
-NOT_APART = ("`loss.backward()` inside forward",)
 APART = [  # right everywhere, with and without recomputation
     case.what
     for case in FAMILY.cases
-    if case.outcome == "right"
-    and case.what not in NOT_APART
-    and not (case.elsewhere or "Hugging Face" in case.what or "compile" in case.what)
+    if case.outcome == "right" and not (case.elsewhere or "Hugging Face" in case.what or "compile" in case.what)
 ]
 
 
