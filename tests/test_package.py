@@ -117,7 +117,7 @@ def wheel_bin(tmp_path_factory):
 def in_wheel(wheel_bin, directory, *words):
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     command = [str(wheel_bin / words[0]), *words[1:]]
-    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=directory, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

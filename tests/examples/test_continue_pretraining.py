@@ -25,7 +25,7 @@ def run_block(language, text, directory):
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path, "HF_HUB_OFFLINE": "1"}
     env["PYTHON_EXEC"] = warm.python()  # of the ranks that torchrun starts
-    done = subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, f"{text}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

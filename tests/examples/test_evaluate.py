@@ -121,7 +121,7 @@ def test_every_layout_costs_the_same(run, capsys):
         command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
         command += ["-m", "core.training.evaluate", str(run / "out"), "--json", "--device", "cpu", *layout]
         env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=env, cwd=run, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=env, cwd=run, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout.splitlines()[-1])["texts"]
         for name, values in want.items():

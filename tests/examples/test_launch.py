@@ -83,7 +83,7 @@ def test_wrong_values_are_told_at_once():
 def run_script(tmp_path, *flags):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [warm.python(), str(SCRIPT), *flags]
-    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
 
 
 @pytest.mark.full
@@ -123,7 +123,7 @@ def test_the_slurm_job_runs(tmp_path):
 
     def submit():
         return subprocess.run(
-            ["bash", "job.sbatch"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120
+            ["bash", "job.sbatch"], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600
         )
 
     done = submit()

@@ -50,7 +50,7 @@ def once(flags):
 def run(launcher, flags, directory):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [warm.python() if launcher else sys.executable, *launcher, SCRIPT, *once(flags)]
-    return subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=env, cwd=directory, capture_output=True, text=True, timeout=600)
 
 
 def check_output(text, directory, *, ranks, head):

@@ -22,7 +22,7 @@ def torchrun(script, *flags, cwd):
     command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(EXAMPLES / script), *flags], env=env, cwd=cwd, capture_output=True, text=True, timeout=120
+        [*command, str(EXAMPLES / script), *flags], env=env, cwd=cwd, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -110,7 +110,7 @@ def test_without_extras_an_example_ends_in_one_line(script, corpus, tmp_path):
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "OMP_NUM_THREADS": "1"}
     words = [str(corpus)] if script == "bring_your_own_text.py" else []
     command = [sys.executable, str(EXAMPLES / script), *words]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode in (1, 2)
     assert re.fullmatch(r"error: the (tokenizer|command line) needs .*: pip install tokenizers[ \w]*\n", done.stderr)
 
@@ -123,7 +123,7 @@ def test_a_custom_part(tmp_path):
     assert all(last < first for first, last in both.values())
     command = [warm.python(), str(EXAMPLES / "custom_layer_spec.py")]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    one = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120)
+    one = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=600)
     for name, numbers in swapped(one.stdout).items():
         assert numbers == pytest.approx(both[name], abs=1e-3)
 
@@ -139,7 +139,7 @@ def test_the_readmes_two_commands(corpus, tmp_path):
     script = [str(ROOT / word) if word.startswith("examples/") else word for word in run[1:]]
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     for command in ([warm.python(), *prepare[1:]], [*launcher, *script, *small.split()]):
-        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=900)
         assert done.returncode == 0, done.stderr
     found = [float(number) for number in re.findall(r"^step .* \| loss (\d+\.\d+) ", done.stdout, re.M)]
     assert len(found) == 7 and found[-1] < found[0] - 1

@@ -29,7 +29,7 @@ def test_a_pipeline_across_two_agents(tmp_path):
         for _ in range(2)
     ]
     try:
-        said = [node.communicate(timeout=240) for node in nodes]
+        said = [node.communicate(timeout=600) for node in nodes]
     finally:
         for node in nodes:
             node.kill()

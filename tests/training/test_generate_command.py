@@ -107,7 +107,7 @@ def test_two_tensor_ranks_under_torchrun_say_the_same(folder, capsys):
     command = [warm.python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "core.training.generate", *words, "--parallel.tensor", "2"]
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == said

@@ -148,7 +148,7 @@ def test_a_dead_and_a_stopped_peer_are_found_within_the_bound():
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert begun.returncode == 0, begun.stderr
     told = json.loads(begun.stdout)

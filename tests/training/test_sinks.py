@@ -139,7 +139,7 @@ sink.close()
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
 def test_wandb_writes_an_offline_run(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    said = subprocess.run([sys.executable, "-c", WANDB, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    said = subprocess.run([sys.executable, "-c", WANDB, str(tmp_path)], capture_output=True, text=True, timeout=600)
     assert said.returncode == 0, said.stderr
     assert said.stdout == "a line of ours\n", "nothing of theirs"
     (run,) = (tmp_path / "wandb").glob("offline-run-*")

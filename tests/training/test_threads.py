@@ -56,7 +56,7 @@ def test_a_loop_of_ones_own_leaves_none_either(tmp_path, words):
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
-        [*start, str(tmp_path / "loop.py"), *words], env=env, capture_output=True, text=True, timeout=300
+        [*start, str(tmp_path / "loop.py"), *words], env=env, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-2000:]
     if not words:  # torch's own groups are the program's
@@ -73,7 +73,7 @@ def test_a_run_leaves_no_thread_of_gloo_nor_of_ours(tmp_path):
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     done = subprocess.run(
-        [*start, str(tmp_path / "run.py"), *words], env=env, capture_output=True, text=True, timeout=300
+        [*start, str(tmp_path / "run.py"), *words], env=env, capture_output=True, text=True, timeout=900
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("left: [] ['MainThread']") == 2, done.stdout[-1000:]
