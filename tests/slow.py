@@ -62,7 +62,7 @@ def _limit(node: str) -> float:
 def main(report: str) -> None:
     cases = ElementTree.parse(report).iter("testcase")
     seconds = {_node_id(case): float(case.get("time")) for case in cases}
-    found = {node for node, time in seconds.items() if time > _limit(node) and not node.startswith(KEPT)}
+    found = {node for node, took in seconds.items() if took > _limit(node) and not node.startswith(KEPT)}
     LIST.write_text("\n".join(sorted(slow_tests() | found)) + "\n")
 
 

@@ -246,7 +246,7 @@ class UpdateWatch:
         if by_values:
             written = self._look_at_values()
         self._met_by_values = by_values and written
-        if written and not any(slot.sums.has_executor for slot in self._slots[:1]):
+        if written and not (self._slots and self._slots[0].sums.has_executor):
             self._take_weights()
             agreement.meet(
                 "a forward, after weights were written by hand",

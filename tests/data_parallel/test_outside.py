@@ -79,13 +79,14 @@ def beside_what_is_frozen(zero_stage):
     torch.manual_seed(0)
     body, head = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 1)
     DataParallel(body, state(), zero_stage=zero_stage)
-    called = nn.parallel.DistributedDataParallel(head)
+    called, before = nn.parallel.DistributedDataParallel(head), head.weight.detach().clone()
     optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
     x = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
     for rows in x:
         called(body(rows)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    assert not torch.equal(head.weight, before)
     return head.weight.detach().clone()
 
 

@@ -70,7 +70,7 @@ def by_position(program):
 CASES = [
     told("the goldfish loss: `labels[:, 3:][hash(labels.unfold(1, 4, 1)) < p] = -100`", goldfish, BY_NUMBER),
     told("`labels[:, :n].fill_(-100)`", prompts(lambda part: part.fill_(IGNORED)), BY_NUMBER),
-    told("`part = labels[:, :n]; part *= 0`", prompts(lambda part: part.mul_(0)), BY_NUMBER),
+    told("`part = labels[:, :n]; part *= 0`", prompts(lambda part: part.__imul__(0)), BY_NUMBER),
     told("`labels[torch.rand(labels.shape, generator=g) < p] = -100`", drawn(written), ON_ALL),
     told(
         "`labels.masked_fill(torch.rand(labels.shape, generator=g) < p, -100)`",
