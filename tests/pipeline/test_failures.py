@@ -148,7 +148,9 @@ def test_a_rank_that_is_killed_is_named_by_the_others(apart, tmp_path, stage):
     assert len(told) == WORLD - 1
     for seconds, text in told:
         assert float(seconds) < 10
-        assert f"from rank {stage}" in text and "or is gone" in text, text
+        # which of its calls fails first, a message from that rank or one to it, is chance
+        assert f"from rank {stage}" in text or f"to rank {stage}" in text, text
+        assert "or is gone" in text
 
 
 def uneven_batch(schedule):

@@ -217,36 +217,43 @@ class Channel:
     def send(self, action: Action, value: Any) -> None:
         """Start sending an output (SEND_F), its form first at the first microbatch; or gradients (SEND_B).
 
-        Raises ValueError: another form than this step's first microbatch had.
+        Raises ValueError: another form than this step's first microbatch had. Unanswered: the peer is gone.
         """
         # every pair of ranks has two groups, one per direction: gloo matches messages by their order in a group
         group = self._groups[-1, self._plan.outbox[action]]
         destination = 1 - group.rank
-        works: list[Sent] = []
-        tensors = value
+        tensors, header = value, []
         if action.kind == "SEND_F":
             form, tensors = Form.of(value)
             # what goes forward says what will come back: gradients have the forms of the outputs
             first_form = self.forms.setdefault(("B", action.stage), form)
             if first_form is form:
-                works += self._send_header(form, group, destination)
+                header = self._header(form)
             else:
                 _check_form(action, form, first_form)
         # never send nothing: a later receive from there proves that earlier sends have arrived
         if not tensors:
             tensors = [torch.zeros(1, dtype=torch.uint8, device=self._device)]
-        for tensor in tensors:
-            works.append(isend(tensor, destination, group, header=False))
+        try:
+            works = [isend(message, destination, group.on_host, header=False) for message in header]
+            works += [isend(tensor, destination, group, header=False) for tensor in tensors]
+        except RuntimeError as error:
+            peer = self._global_rank(self._plan.outbox[action])
+            raise Unanswered(
+                f"sending {action} to rank {peer}, which closed its connection or is gone: "
+                f"{str(error).splitlines()[0]}",
+                (peer,),
+            ) from error
         self._pending_sends[action] = works
 
-    def _send_header(self, form: Form, group: Group, destination: int) -> list[Sent]:
+    def _header(self, form: Form) -> list[torch.Tensor]:
         numbers, description = form.header()
         # -1: this rank was given no batch
         rows = -1 if self._rows is None else self._rows
         messages = [torch.tensor([*numbers, rows])]
         if description:
             messages.append(torch.frombuffer(bytearray(description), dtype=torch.uint8))
-        return [isend(message, destination, group.on_host, header=False) for message in messages]
+        return messages
 
     def take(self, action: Action) -> Any:
         """Wait for a message: an output of the previous stage (RECV_F), or the gradients that it wants (RECV_B).
