@@ -1,5 +1,6 @@
 """What a program sums over a context rank's rows: told where one process would go on otherwise, else not a word."""
 
+import gc
 import warnings
 from functools import partial
 
@@ -353,3 +354,24 @@ def compiled():
 
 def test_compiled_losses_are_left_alone(ranks):
     assert ranks(compiled, world=2) == [[], []]
+
+
+def stances():
+    """Of compiled code: while an evaluation's logits live, and after."""
+    from torch._dynamo import eval_frame
+
+    # models of earlier tests, whose losses had no backward, may hold code as it was written
+    gc.collect()
+    double = torch.compile(lambda x: 2 * x, backend="eager")
+    double(torch.ones(2))
+    logits = torch.rand(2, S // 2, V)
+    Rows(EQUAL).sums.follow(logits)
+    found = [eval_frame._stance.stance]
+    del logits
+    found.append(eval_frame._stance.stance)
+    torch._dynamo.reset()
+    return found
+
+
+def test_code_is_compiled_again_after_an_evaluation(ranks):
+    assert ranks(stances, world=2) == [["force_eager", "default"]] * 2

@@ -102,7 +102,10 @@ class RowSums:
         """Of an evaluation: statistics of this rank's rows are told where they are read; nothing has a gradient."""
         self._evaluations += 1
         if is_turn(self._evaluations) and not self._told_of_log:
-            self._as_written.begin(self._evaluations, output.device)
+            as_written = AsWritten()
+            as_written.begin(self._evaluations, output.device)
+            # no backward says when its rows were read, and another evaluation may never come
+            weakref.finalize(output, as_written.end).atexit = False
             sums = Sums(self, output)
             sums.mark(output, axes_of_rows(output, rows_dim))
             self._evaluated.append(sums)
