@@ -33,6 +33,16 @@ _THEIRS = {
     "device_mesh": "leave it out: ps has the groups",
     "mesh": "leave it out: ps has the groups",
 }
+# methods and attributes of theirs -> what there is
+_THEIR_NAMES = {
+    "register_comm_hook": "give reduce_dtype=torch.bfloat16, as bf16_compress_hook; other hooks are not here",
+    "join": "give every rank as many batches, those of the rank that has fewest",
+    "clip_grad_norm_": "call core.optimizer.clip_grad_norm_(module, max_norm)",
+    "summon_full_params": "module.state_dict() gives whole weights",
+    "full_optim_state_dict": "dist_checkpointing.save writes its optimizer's, whole under any layout",
+    "optim_state_dict": "dist_checkpointing.save writes its optimizer's, whole under any layout",
+    "set_requires_gradient_sync": "use no_sync()",
+}
 
 
 class BesideModule(AnswersArguments):
@@ -68,6 +78,8 @@ class BesideModule(AnswersArguments):
 
         def __getattr__(self, name: str) -> NoReturn:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if name in _OF_MODULES:
+            if name in _THEIR_NAMES:
+                text += f": {_THEIR_NAMES[name]}"
+            elif name in _OF_MODULES:
                 text += f": it stands beside its module; use the module's own {name}"
             raise AttributeError(text)

@@ -186,6 +186,7 @@ def test_torchs_optimizer_over_freed_weights_is_saved_with_whole_ones(ranks, tmp
         (lambda model, shard: shard(X), "stands beside its module and is not called: call the module itself"),
         (lambda model, shard: shard.parameters(), "'parameters': it stands beside its module; use the module's own"),
         (lambda model, shard: shard.state_dict(), "'state_dict': it stands beside its module"),
+        (lambda model, shard: shard.register_comm_hook(None, print), "give reduce_dtype=torch.bfloat16"),
         (lambda model, shard: shard.nothing, "has no attribute 'nothing'$"),
         (
             lambda model, shard: ShardedAdamW(model, OptimizerConfig()),
