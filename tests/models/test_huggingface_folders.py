@@ -61,6 +61,20 @@ def test_a_folder_comes_back_bit_for_bit(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["llama3", "gpt2", "glm4_moe"])
+def test_an_export_of_16_bits_rounds_parameters_alone(tmp_path, kind):
+    _, folder = saved(tmp_path, kind)
+    import_huggingface(folder, str(tmp_path / "ckpt"))
+    arguments = ["export", str(tmp_path / "ckpt"), str(tmp_path / "out"), "--source", str(folder), "--check"]
+    assert main([*arguments, "--dtype", "bf16"]) == 0
+    before, after = tensors_of(folder), tensors_of(tmp_path / "out")
+    for name, tensor in after.items():
+        dtype = torch.float32 if name.endswith("correction_bias") else torch.bfloat16
+        assert tensor.dtype is dtype and torch.equal(tensor, before[name].to(dtype)), name
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["llama3", "gpt2", "glm4_moe"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_import_is_what_a_save_writes(tmp_path, kind, dtype):
     theirs = transformers.AutoModelForCausalLM.from_config({**CONFIGS, **TODAY}[kind](), dtype=dtype)

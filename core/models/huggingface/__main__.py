@@ -13,6 +13,7 @@ from core.dist_checkpointing.reading.lazy import lazy_tensors
 from core.dist_checkpointing.reading.loading import open_stored
 from core.dist_checkpointing.reading.newest import newest_checkpoint
 from core.dist_checkpointing.tools.console import progress, say, size_text
+from core.dist_checkpointing.tools.export import DTYPES
 from core.models.huggingface.exporting import export_huggingface
 from core.models.huggingface.families import FAMILIES
 from core.models.huggingface.family.others import OTHERS
@@ -43,7 +44,12 @@ def _export(options: argparse.Namespace) -> int:
     )
     with progress("exporting", nbytes) as done:
         difference = export_huggingface(
-            checkpoint, options.folder, options.source, check=options.check, progress=done
+            checkpoint,
+            options.folder,
+            options.source,
+            dtype=DTYPES[options.dtype],
+            check=options.check,
+            progress=done,
         )
     say(f"{options.folder}: AutoModelForCausalLM.from_pretrained loads it")
     if difference is not None:
@@ -124,6 +130,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="HF_DIR",
         help="the folder that the model began as: configuration and tokenizer are taken from it. Default: the one "
         "that the run names, if it is there, or what the run said of its model",
+    )
+    command.add_argument(
+        "--dtype", choices=DTYPES, default="as-saved", help="of the parameters (default as-saved)"
     )
     command.add_argument("--check", action="store_true", help="logits within 1e-4 of transformers'")
     command.set_defaults(run=_export)

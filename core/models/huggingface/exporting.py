@@ -4,6 +4,7 @@ One tensor is in memory at a time.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -54,6 +55,7 @@ def export_huggingface(
     folder: str | Path,
     source: str | Path | None = None,
     *,
+    dtype: str | None = None,
     check: bool = False,
     file_bytes: int = FILE_BYTES,
     progress: Callable[[int], None] = lambda nbytes: None,
@@ -63,6 +65,7 @@ def export_huggingface(
     source: the folder that the model began as; its configuration, tokenizer and generation files are carried over.
     Default: the folder that its run began as, where it is still there; else what the run said of its model, which is
     written as the first family that says all of its facts (a warning tells what such a folder then lacks).
+    dtype: of the folder's floating parameters, torch's name; default the checkpoint's. Buffers stay as they are.
     check: transformers loads what was written, and its logits must be ours; the largest difference is returned.
     Raises ValueError: a checkpoint of another model than `source` describes (by name, with both shapes), one that
     says nothing of its model, a fact that no family has, logits that differ. ImportError: `check` without
@@ -73,13 +76,13 @@ def export_huggingface(
     form = _form_of_checkpoint(checkpoint, source)
     stored = lazy_tensors(checkpoint)
     if "lora" in open_stored(checkpoint).run:
-        return _export_adapted(checkpoint, folder, source, form, check, file_bytes, progress)
+        return _export_adapted(checkpoint, folder, source, form, dtype, check, file_bytes, progress)
     in_order: Iterator[Tensor] = iter(())
     arrays = {
         key: (tensor.shape, str(tensor.dtype).removeprefix("torch."))
         for key, tensor in stored.items()
     }
-    ours = Parameters(form, arrays, str(checkpoint), lambda part: next(in_order))
+    ours = Parameters(form, arrays, str(checkpoint), lambda part: next(in_order), dtype=dtype)
     files = tensors_by_file(ours.their_tensors(), file_bytes)
     # the files are written in this order, so each parameter is read once, and while the one before is written
     parts = ours.reads(chain.from_iterable(files))
@@ -89,9 +92,9 @@ def export_huggingface(
         write_files(temporary, files, ours.values_of, progress)
         # the end is where it raises if a file is not the one that was saved
         assert next(in_order, None) is None
-        form.companions(temporary, files[0][0].dtype)
+        form.companions(temporary, _dtype_of_most(files))
         if check:
-            return _largest_difference(temporary, _in_float32(checkpoint, form.model))
+            return _largest_difference(temporary, _in_float32(checkpoint, form.model), dtype)
         return None
 
 
@@ -100,6 +103,7 @@ def _export_adapted(
     folder: str | Path,
     source: str | Path | None,
     form: FolderForm,
+    dtype: str | None,
     check: bool,
     file_bytes: int,
     progress: Callable[[int], None],
@@ -120,14 +124,14 @@ def _export_adapted(
         layer = shard.global_offset[0] if shard.prepend_axis_num else None
         tensors[Part(shard.key, layer)] = shard.data.detach()
         arrays[shard.key] = shard.global_shape, str(shard.data.dtype).removeprefix("torch.")
-    ours = Parameters(form, arrays, str(checkpoint), tensors.__getitem__)
+    ours = Parameters(form, arrays, str(checkpoint), tensors.__getitem__, dtype=dtype)
     files = tensors_by_file(ours.their_tensors(), file_bytes)
     with ExitStack() as opened:
         temporary = _new_folder(opened, folder, files)
         write_files(temporary, files, ours.values_of, progress)
-        form.companions(temporary, files[0][0].dtype)
+        form.companions(temporary, _dtype_of_most(files))
         if check:
-            return _largest_difference(temporary, model.float().eval())
+            return _largest_difference(temporary, model.float().eval(), dtype)
         return None
 
 
@@ -167,6 +171,14 @@ def _new_folder(
     nbytes = sum(tensor.nbytes for tensors in files for tensor in tensors)
     opened.enter_context(space_for(open_dir(temporary), nbytes))
     return temporary
+
+
+def _dtype_of_most(files: Sequence[Sequence[TheirTensor]]) -> str:
+    """Of the folder, for its configuration: routers may keep a few wider numbers."""
+    nbytes = Counter[str]()
+    for tensor in chain.from_iterable(files):
+        nbytes[tensor.dtype] += tensor.nbytes
+    return nbytes.most_common(1)[0][0]
 
 
 def save_huggingface(
@@ -216,7 +228,7 @@ def save_huggingface(
 
             def write_all() -> None:
                 write_files(temporary, files, ours.values_of, progress)
-                form.companions(temporary, files[0][0].dtype)
+                form.companions(temporary, _dtype_of_most(files))
 
             write = write_all
             return [(part.key, part.layer) for part in ours.reads(chain.from_iterable(files))]
@@ -348,10 +360,13 @@ def _in_float32(checkpoint: str | Path, model_form: HuggingFaceModel) -> GPTMode
 
 
 @torch.no_grad()
-def _largest_difference(folder: Path, ours: GPTModel) -> float:
-    """Between transformers' logits of what was written and ours, both in float32."""
+def _largest_difference(folder: Path, ours: GPTModel, dtype: str | None) -> float:
+    """Between transformers' logits of what was written and ours, both in float32. dtype: of the folder's weights."""
     from transformers import AutoModelForCausalLM
 
+    if dtype is not None:
+        for parameter in ours.parameters():
+            parameter.copy_(parameter.to(torch_dtype(dtype)))
     hf_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     length = min(PROMPT_LENGTH, ours.max_sequence_length)
     prompts = torch.randint(

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.dist_checkpointing.reading.read import memory_of
+from core.dist_checkpointing.reading.read import memory_of, torch_dtype
 from core.dist_checkpointing.tools.safetensors_files import FileTensor
 from core.models.gpt.description import described, description_of, differences
 from core.models.gpt.gpt_model import GPTModel
@@ -100,7 +100,8 @@ class Parameters:
 
     arrays: key -> (shape, dtype) of what is there; compared with the model's. read(part) -> a full parameter; the
     last one is kept, since several of theirs are made of it. origin: whose they are, for messages.
-    lora: of the adapters among the arrays, which are folded into the matrices beside them.
+    lora: of the adapters among the arrays, which are folded into the matrices beside them. dtype: torch's name, that
+    floating parameters are rounded to; buffers stay as they are.
     Raises ValueError: an array that is missing, or of another shape; adapters that nobody described.
     """
 
@@ -111,6 +112,7 @@ class Parameters:
         origin: str,
         read: Callable[[Part], Tensor],
         lora: LoraConfig | None = None,
+        dtype: str | None = None,
     ) -> None:
         self._config = form.model.config
         self._read = read
@@ -127,6 +129,7 @@ class Parameters:
         with torch.device("meta"):
             model = GPTModel(**form.model.arguments(), parallel=ParallelState.single("cpu"), seed=0)
         tensors: dict[str, Tensor] = dict(model.named_parameters())
+        self._rounded = {} if dtype is None else dict.fromkeys(tensors, dtype)
         # buffers that the family knows; what a run counts beside them is not of the model
         tensors |= {name: buffer for name, buffer in named_buffers(model) if name in self._rows}
         self._shapes = {name: tuple(layout_of(tensor).shape) for name, tensor in tensors.items()}
@@ -167,19 +170,23 @@ class Parameters:
                 assert self._lora is not None
                 a, b = map(self._read, self._factors[name])
                 tensor = fold(tensor, a, b, self._lora.scale)
-            self._last = name, tensor
+            self._last = name, tensor.to(torch_dtype(self._dtype_of(name)))
         return self._last[1]
 
     def their_tensors(self) -> list[TheirTensor]:
         """In the order of our parameters."""
         tensors = []
-        for name, part in self._parts.items():
-            _, dtype = self._arrays[part.key]
+        for name in self._parts:
+            dtype = self._dtype_of(name)
             for their_name, shape in (
                 self._rows[name].huggingface_shapes(self._shapes[name], self._config).items()
             ):
                 tensors.append(TheirTensor(their_name, shape, dtype, name))
         return tensors
+
+    def _dtype_of(self, name: str) -> str:
+        _, saved = self._arrays[self._parts[name].key]
+        return self._rounded.get(name, saved) if "float" in saved else saved
 
     def reads(self, tensors: Iterable[TheirTensor]) -> list[Part]:
         """What `values_of` reads where it is asked for tensors in this order."""
