@@ -148,6 +148,7 @@ def test_numpys_arrays_are_filled_in_place(tmp_path, single):
 
 
 WRONG = {
+    "a module": ({"x": torch.nn.Linear(2, 2)}, r"x: a Linear is no state; give .*sharded_state_dict\(module, ps\)"),
     "a set": ({"x": {1}}, r"x: set cannot be saved; give .*register\(set, to_json, from_json\)"),
     "a named tuple of values": ({"x": [Pair(1, 2)]}, r"x: Pair cannot be saved; .*register"),
     "an unknown type": ({"x": {"y": Fraction(1, 2)}}, r"x/y: Fraction cannot be saved; .*register\(Fraction,"),

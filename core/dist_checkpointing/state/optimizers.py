@@ -119,11 +119,11 @@ def parameters(path: str, optimizer: torch.optim.Optimizer, state: Any) -> Itera
             if not leaves:
                 raise ValueError(
                     f"{path}: a parameter of shape {list(tensor.shape)} of group {number} is not in the state; give "
-                    f"the model beside: {{'model': model.sharded_state_dict(), '{path}': optimizer}}; at ZeRO stage "
-                    "3, where a rank keeps parts, model.state_dict(), whole weights (an optimizer of core.optimizer "
-                    "saves parts); for FSDP1, "
-                    "whose parameters are flat, give what get_state_dict(model, optimizer) of "
-                    "torch.distributed.checkpoint.state_dict makes, weights and states by name"
+                    f"the model beside: {{'model': model.sharded_state_dict(), '{path}': optimizer}} (of another "
+                    "module than a GPTModel dist_checkpointing.sharded_state_dict(module, ps)); at ZeRO stage 3, "
+                    "where a rank keeps parts, model.state_dict(), whole weights (an optimizer of core.optimizer "
+                    "saves parts); for FSDP1, whose parameters are flat, what get_state_dict(model, optimizer) of "
+                    "torch.distributed.checkpoint.state_dict gives, weights and states by name"
                 )
             # several leaves: two names of one parameter, of which the first counts, or shards without elements, which
             # all have the same address: each parameter takes the next
