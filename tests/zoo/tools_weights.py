@@ -215,6 +215,21 @@ def row_lora(model):
     train(model)
 
 
+@torch.no_grad()
+def add_products(model):
+    size = model.config.hidden_size
+    whole = torch.randn(size, size, generator=torch.Generator().manual_seed(1)).double() / 8
+    for layer in model.decoder.layers.values():
+        layer.mlp.linear_fc1.weight += layer.mlp.linear_fc1.weight @ whole
+        layer.mlp.linear_fc2.weight += whole @ layer.mlp.linear_fc2.weight
+
+
+def with_products(model):
+    for _ in range(2):
+        train(model)
+        add_products(model)
+
+
 CASES = [
     Case("`load_state_dict`", weights(reloaded(assign=False))),
     Case("`load_state_dict(assign=True)`", weights(reloaded(assign=True))),
@@ -277,6 +292,7 @@ CASES = [
         weights(row_lora),
         elsewhere=only_split("told", "buffers of that shape are right"),
     ),
+    Case("Products of a part and a whole that are added to a weight, as adapters are merged", weights(with_products)),
     Case(
         "LoRA on a column-parallel linear with two plain `nn.Linear`",
         weights(lora_on(plain=True)),

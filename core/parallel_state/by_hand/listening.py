@@ -256,6 +256,9 @@ class ByHand:
             made, wrong = result_of(source.parameter, func, name, args, kwargs, result)
             # of a name that is in no table, too
             kind = kind or wrong
+            # rows of a part times a whole, for values alone (adapters that are merged): rows of the product
+            if kind == "product" and made and made[0][1] is not None and not made[0][0].requires_grad:
+                kind = None
             if kind is not None:
                 is_number = not isinstance(result, Tensor) or result.numel() == 1
                 heard = replace(source, kind=kind, name=name, joined=source.joined or on_list)
