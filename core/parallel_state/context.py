@@ -151,7 +151,7 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
     if local_batch.get("position_ids") is None:
         local_batch["position_ids"] = rows.rows(s).to(tokens.device).expand(b, -1)
     of_rows = {name: local_batch[name] for name in _PER_TOKEN if name in local_batch}
-    batch_is_cut(ps.group("cp"), of_rows)
+    batch_is_cut(ps.group("cp"), of_rows, tokens)
     return local_batch
 
 

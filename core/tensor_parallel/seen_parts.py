@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -86,6 +87,29 @@ class SplitWeights(SplitActivations):
             f"1/{self._group.size} of it: {_REMEDIES.get(finding.kind, _WHOLE)}",
             stacklevel=6,
         )
+
+
+class SeenParts:
+    """Follows columns between the linears of parts, and their split weights, in forwards that its owner chooses."""
+
+    def __init__(self, group: Group) -> None:
+        self._columns = SplitActivations(group, compares_factors=True)
+        self._weights = SplitWeights(group, compares_factors=True)
+
+    def begin(self, device: torch.device) -> None:
+        """Before each forward, on all ranks: two small all-gathers in the second and in the third."""
+        self._columns.compare_factors(device)
+        self._weights.compare_factors(device)
+
+    def attach(self, part: nn.Module) -> None:
+        """Follow what is of this part in the coming forward."""
+        self._columns.attach(part)
+        self._weights.mark_in(part)
+
+    def detach(self) -> None:
+        """After that forward."""
+        self._columns.detach()
+        self._weights.make_plain()
 
 
 class HookedParts:

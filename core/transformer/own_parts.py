@@ -1,8 +1,10 @@
-"""Follows the rows of sequences in parts of a user's own, where each rank has some of the rows.
+"""Follows rows and columns in parts of a user's own, where each rank has some of them.
 
 Under context and sequence parallelism a part in a layer gets [s/cp, b, h] or [s/tp, b, h]. What works on each token
-by itself is right there; a convolution, a sum, a position counted from the first row are of this rank's rows. So in
-a model's first forwards what such parts are given is of a class that sees which functions are called on it.
+by itself is right there; a convolution, a sum, a position counted from the first row are of this rank's rows. Between
+a column and a row linear it has [s, b, h/tp]: a norm or a softmax is of this rank's columns. So in a model's first
+forwards what such parts are given, and what their column linears give, is of a class that sees which functions are
+called on it.
 """
 
 import warnings
@@ -23,6 +25,7 @@ from core.parallel_state.by_hand.split_rows import ACROSS, SlicedRows, first_row
 from core.parallel_state.by_hand.split_tensor import Call, SplitTensor
 from core.tensor_parallel.along_sequence import looks_along
 from core.tensor_parallel.looked_at import LookedAt
+from core.tensor_parallel.seen_parts import SeenParts
 from core.tensor_parallel.split_activations import SplitActivations
 
 _MADE_LIKE = ("new_", "empty_like", "zeros_like", "ones_like", "full_like", "rand")
@@ -51,9 +54,13 @@ class OwnParts:
         self._looked_at = LookedAt()
         self._parts: dict[str, nn.Module] = {}
         self._rows: _Rows | None = None
+        group = ps.group("tp")
+        self._columns = SeenParts(group) if group is not None else None
         self._handles: list[Any] = []
         self._is_begun = False
-        self._is_done = ps.group("cp") is None and not splits_sequence
+        self._is_found = False
+        self._turns = 0
+        self._is_done = ps.group("cp") is None and group is None
 
     def __deepcopy__(self, memo: dict) -> "OwnParts":
         return OwnParts(self._ps, splits_sequence=self._splits_sequence)
@@ -61,35 +68,54 @@ class OwnParts:
     def attach(self, model: nn.Module, s: int, *, is_whole: bool) -> None:
         """Before a forward over `s` rows, which tensor ranks may split once more; until `detach`.
 
-        is_whole: these are whole sequences, whatever the context ranks. Two small all-gathers in forwards 2 and 3.
+        is_whole: these are whole sequences, whatever the context ranks. Small all-gathers in forwards 2 and 3.
         """
-        if self._is_done or is_whole or not torch.is_grad_enabled():
+        if self._is_done or not torch.is_grad_enabled():
             return
         self.detach()
-        if self._rows is None:
-            self._parts = {} if is_compiled(model) else dict(_outermost_own(model, ""))
-            self._rows = _Rows(self._ps, splits_sequence=self._splits_sequence)
-        if not self._parts:
-            self._is_done = True
+        if not self._is_found:
+            self._find(model)
+        rows = None if is_whole else self._rows
+        if self._is_done or (rows is None and self._columns is None):
             return
-        self._rows.begin(s, next(model.parameters()).device)
+        device = next(model.parameters()).device
+        if rows is not None:
+            rows.begin(s, device)
+        if self._columns is not None:
+            self._columns.begin(device)
         self._is_begun = True
-        if self._looked_at.begin(model):
-            for name, part in self._parts.items():
-                self._handles += self._rows.hooks(name, part)
+        if not self._looked_at.begin(model):
+            return
+        columns = self._columns
+        # what is split by rows and by columns has one follower at a time
+        if rows is not None and columns is not None and self._ps.group("cp") is not None:
+            self._turns += 1
+            rows, columns = (rows, None) if self._turns % 2 else (None, columns)
+        for name, part in self._parts.items():
+            if rows is not None:
+                self._handles += rows.hooks(name, part)
+            if columns is not None:
+                columns.attach(part)
+
+    def _find(self, model: nn.Module) -> None:
+        self._is_found = True
+        self._parts = {} if is_compiled(model) else dict(_outermost_own(model, ""))
+        self._is_done = not self._parts
+        if self._ps.group("cp") is not None or self._splits_sequence:
+            self._rows = _Rows(self._ps, splits_sequence=self._splits_sequence)
 
     def detach(self) -> None:
         """After that forward."""
         if self._is_begun:
             self._looked_at.end()
             self._is_begun = False
-        if not self._handles:
-            return
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        if self._rows is not None:
+        if self._handles and self._rows is not None:
             self._rows.make_plain()
+        self._handles = []
+        if self._columns is not None:
+            self._columns.detach()
 
 
 def _outermost_own(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:

@@ -1,10 +1,13 @@
 """A module of a program's own, built of parallel layers as docs/from_pytorch.md says, beside the same one whole."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
+from core.models.gpt import GPTModel, llama_config, llama_spec
 from core.parallel_state import ParallelState
 from core.tensor_parallel import ColumnParallelLinear, Placement, RowParallelLinear, full_tensor
 from tests.states import state
@@ -13,6 +16,8 @@ from tests.zoo.case import compared
 VOCAB, H, HEADS, FFN, STEPS, LR = 48, 16, 4, 32, 3, 0.05
 ONE, TWO = "1 rank", "2 ranks"
 LAYOUTS = {ONE: 1, TWO: 2}
+# the feed-forward part in a layer of a GPTModel
+IN_LAYER = "2 ranks, in a layer"
 
 
 class Attention(nn.Module):
@@ -83,6 +88,13 @@ def built(ps, make=Model, seed=1, **parts):
     return make(Placement.of(ps), **parts)
 
 
+def in_layer(ps, feedforward):
+    config = llama_config(num_layers=1, hidden_size=H, num_attention_heads=HEADS, params_dtype=torch.float64)
+    spec = replace(llama_spec(), mlp=lambda build: feedforward(build.place))
+    torch.manual_seed(1)
+    return GPTModel(config, spec, VOCAB, 8, parallel=ps, seed=1, parallel_output=False)
+
+
 def states():
     world = dist.get_world_size() if dist.is_initialized() else 1
     return state(tp=world), ParallelState.single("cpu")
@@ -98,10 +110,11 @@ def weights(program, make=Model, **parts):
     def run(variation):
         found = []
         for ps in states():
-            model = built(ps, make, **parts)
+            model = in_layer(ps, **parts) if variation == IN_LAYER else built(ps, make, **parts)
             found.append(whole_weights(program(model) or model, ps))
         return compared(*found)
 
+    run.is_feedforward = make is Model and program is train and parts.keys() == {"feedforward"}
     return run
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.zoo.case import judge, observe
-from tests.zoo.own_model import LAYOUTS
+from tests.zoo.own_model import IN_LAYER, LAYOUTS, TWO
 from tests.zoo.own_modules import CASES, FAMILY
 
 
@@ -21,6 +21,25 @@ def hold(ranks, cases, variation):
 @pytest.mark.parametrize("variation", FAMILY.variations, ids=str)
 def test_some(ranks, variation):
     hold(ranks, CASES[::4], variation)
+
+
+def hold_in_layers(ranks, cases):
+    seen = ranks(outcomes, [case.what for case in cases], IN_LAYER, world=2, timeout=240)
+    for place, case in enumerate(cases):
+        judge(case, [rank[place] for rank in seen], TWO)
+
+
+BETWEEN = [case for case in CASES if getattr(case.run, "is_feedforward", False)]
+
+
+def test_some_in_a_layer(ranks):
+    hold_in_layers(ranks, BETWEEN[::4])
+
+
+@pytest.mark.full
+def test_all_in_a_layer(ranks):
+    assert len(BETWEEN) > 40
+    hold_in_layers(ranks, BETWEEN)
 
 
 @pytest.mark.full

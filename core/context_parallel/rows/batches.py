@@ -46,6 +46,12 @@ MATCH_REMEDY = (
 )
 # `x *= y`
 _ASSIGNMENTS = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor")
+# of a fingerprint
+NUM_SEQUENCES = 2
+SEQUENCES_REMEDY = (
+    "Draw a batch from a seed of the data rank, which context ranks share: parallel_state.get_data_parallel_rank(); "
+    "a seed of the global rank gives each other sequences"
+)
 _COUNTS = ("bincount", "histc", "histogram", "searchsorted", "bucketize")
 REMEDY = (
     "Make weights, masks and shifted labels of whole sequences, before context_batch cuts the batch: it cuts tokens, "
@@ -76,9 +82,17 @@ class BatchRows(Follower):
         self.factors = RowFactors(torch.device("cpu"))
         # counts that the program has read, as Python numbers
         self.read_numbers: set[float] = set()
+        # a fingerprint of the sequences of which the last forward had rows; 0: unknown
+        self._of_sequences = torch.zeros(NUM_SEQUENCES, dtype=torch.float64)
 
-    def begin(self, batch: Mapping[str, Any]) -> None:
-        """Follow the entries [b, s/cp] of a batch that was just cut."""
+    @property
+    def compared(self) -> Tensor:
+        """What is compared over the ranks in a backward."""
+        of_rows = self.factors.batch_numbers
+        return torch.cat((of_rows, self._of_sequences.to(of_rows.device)))
+
+    def begin(self, batch: Mapping[str, Any], tokens: Tensor) -> None:
+        """Follow the entries [b, s/cp] of a batch that was just cut; tokens: of whole sequences [b, s]."""
         self._ahead += 1
         if self._ahead > _AHEAD:
             return
@@ -86,6 +100,9 @@ class BatchRows(Follower):
             self.factors = RowFactors(next(iter(batch.values())).device)
         for x in batch.values():
             self.add(x)
+        # with the rows: which batch a forward is given is known by them
+        rows = batch.get("tokens", batch.get("input_ids"))
+        rows.of_sequences = fingerprint(tokens.double())
 
     def add(self, x: Any) -> None:
         """Follow [b, s/cp] that was cut for a batch."""
@@ -95,6 +112,8 @@ class BatchRows(Follower):
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
         """Of a model that is followed: what is made across rows must not be its input."""
         self._ahead = 0
+        unknown = torch.zeros(NUM_SEQUENCES, dtype=torch.float64)
+        self._of_sequences = getattr(inputs[0], "of_sequences", unknown)
         for x in inputs:
             if isinstance(x, SplitTensor) and is_of_batch(x) and is_changed(x):
                 self.tell(x, "is given to the model")
@@ -359,3 +378,10 @@ class Divisors:
             f"rows are weighted by {self._latest} of a batch's rows which are this context rank's, not all of a "
             "sequence: one process weighs them by the whole"
         )
+
+
+def told_of_sequences(numbers: Tensor) -> str:
+    """What is said where ranks have cut other sequences, [ranks, 2]; "" where one does not know."""
+    if bool((numbers == 0).all(1).any()) or torch.allclose(numbers, numbers[:1], rtol=1e-9, atol=0):
+        return ""
+    return f"the {len(numbers)} context ranks cut their rows out of other sequences: each must have the same batch"

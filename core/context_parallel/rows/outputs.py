@@ -381,7 +381,7 @@ class Sums(Follower):
         else:
             self._numbers[2] = weight_of_count(self._counted, of_losses)
         self._owner.backward_ended()
-        of_batch = self._owner.batch.factors.batch_numbers.to(self._numbers.device)
+        of_batch = self._owner.batch.compared.to(self._numbers.device)
         told = self._numbers.new_tensor([float(self._owner.told)])
         shared = self._shared.numbers * self._owner.is_averaged
         of_outputs = (self._numbers, shared, self._divisors.numbers, self._factors.numbers)

@@ -111,7 +111,7 @@ class RowSums:
             self._evaluated.append(sums)
             self._latest = weakref.ref(sums)
 
-    def follow_batch(self, batch: Mapping[str, Any]) -> None:
+    def follow_batch(self, batch: Mapping[str, Any], tokens: Tensor) -> None:
         """Of a batch that was cut for the next forward, if that is one of those which are followed."""
         count = self._forwards_inside + 1
         device = next(
@@ -119,7 +119,7 @@ class RowSums:
         )
         if not self.told and is_turn(count):
             self._as_written.begin(count, device)
-            self.batch.begin(batch)
+            self.batch.begin(batch, tokens)
 
     def follow_rows(self, rows: Tensor) -> None:
         """Of rows that were cut for that batch, or for the losses of the forward before."""

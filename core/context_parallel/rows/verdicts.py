@@ -5,8 +5,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from core.context_parallel.rows.batches import (
+    NUM_SEQUENCES,
+    SEQUENCES_REMEDY,
+    Divisors,
+    told_of_sequences,
+)
 from core.context_parallel.rows.batches import REMEDY as BATCH_REMEDY
-from core.context_parallel.rows.batches import Divisors
 from core.context_parallel.rows.factors import (
     NUM_FACTORS,
     NUM_SCALARS,
@@ -28,8 +33,9 @@ from core.context_parallel.rows.totals import (
 from core.parallel_state.collectives import Group
 
 # norm and mean of the sums' gradients, what rows weigh, tensors that divide sums, sums of the batch, numbers, tensors
-# of outputs, of the batch, tables for the batch; then weights of rows, as many numbers as there are sequences
-_SIZES = [2, 1, 5, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS, NUM_TABLES]
+# of outputs, of the batch, tables for the batch, its sequences; then weights of rows, as many numbers as there are
+# sequences
+_SIZES = [2, 1, 5, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS, NUM_TABLES, NUM_SEQUENCES]
 
 
 def verdicts(
@@ -45,7 +51,7 @@ def verdicts(
     averaged_rows: of each rank, where gradients are averaged over the ranks; else 0.
     """
     of_means = numbers[:, sum(_SIZES) :]
-    sums, weights, counts, of_batch, scalars, of_outputs, of_tokens, tables = numbers[
+    sums, weights, counts, of_batch, scalars, of_outputs, of_tokens, tables, sequences = numbers[
         :, : sum(_SIZES)
     ].split(_SIZES, dim=1)
     tolerance = 1e-6 if dtype in (torch.float32, torch.float64) else 1e-2
@@ -58,6 +64,7 @@ def verdicts(
     if averaged_rows:
         of_shares = told_of_shares(of_means, group.size, averaged_rows, max(tolerance, 1e-5))
     found = [
+        (told_of_sequences(sequences), SEQUENCES_REMEDY),
         told_of_factors(of_outputs),
         told_of_factors(of_tokens),
         (divisors.told_of(of_batch), BATCH_REMEDY),

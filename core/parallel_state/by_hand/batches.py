@@ -17,8 +17,8 @@ HOOKED = "hooks_saw_rows"
 class FollowsBatches(Protocol):
     """Follows the batches of one model."""
 
-    def follow_batch(self, batch: Mapping[str, Any]) -> None:
-        """A batch was cut; a forward may follow."""
+    def follow_batch(self, batch: Mapping[str, Any], tokens: Tensor) -> None:
+        """A batch was cut, `tokens` of whole sequences among it; a forward may follow."""
         ...
 
     def follow_rows(self, rows: Tensor) -> None:
@@ -42,10 +42,10 @@ def _follower(group: Group | None) -> FollowsBatches | None:
     return reference() if reference is not None else None
 
 
-def batch_is_cut(group: Group | None, batch: Mapping[str, Any]) -> None:
-    """`batch` has the rows of this rank of `group`."""
+def batch_is_cut(group: Group | None, batch: Mapping[str, Any], tokens: Tensor) -> None:
+    """`batch` has the rows of this rank of `group`; tokens: [b, s], the whole sequences."""
     if (follower := _follower(group)) is not None:
-        follower.follow_batch(batch)
+        follower.follow_batch(batch, tokens)
 
 
 def rows_are_cut(group: Group | None, rows: Tensor) -> None:
@@ -60,4 +60,6 @@ def followed_as(whole: Any, part: Tensor) -> Tensor:
         follower = whole.seen_by()
         if follower is not None and len(whole.axes) == part.dim():
             follower.mark(part, (*split_axes.plain(part.shape[:1]), *whole.axes[1:]))
+            if (sequences := getattr(whole, "of_sequences", None)) is not None:
+                part.of_sequences = sequences  # type: ignore[attr-defined]
     return part

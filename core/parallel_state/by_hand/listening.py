@@ -35,7 +35,7 @@ from core.parallel_state.by_hand.numbers import of_parameter
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Followed
 from core.parallel_state.by_hand.states import ListenedStates
-from core.parallel_state.by_hand.whole_dims import result_of
+from core.parallel_state.by_hand.whole_dims import are_rows_of_a_product, result_of
 from core.parallel_state.optimizer_steps import after_optimizer_steps, before_optimizer_steps
 
 
@@ -255,10 +255,7 @@ class ByHand:
             on_list = name.startswith("foreach") and not self._in_optimizer
             made, wrong = result_of(source.parameter, func, name, args, kwargs, result)
             # of a name that is in no table, too
-            kind = kind or wrong
-            # rows of a part times a whole, for values alone (adapters that are merged): rows of the product
-            if kind == "product" and made and made[0][1] is not None and not made[0][0].requires_grad:
-                kind = None
+            kind = None if are_rows_of_a_product(kind, made) else kind or wrong
             if kind is not None:
                 is_number = not isinstance(result, Tensor) or result.numel() == 1
                 heard = replace(source, kind=kind, name=name, joined=source.joined or on_list)

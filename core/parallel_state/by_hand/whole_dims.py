@@ -23,6 +23,13 @@ def axes_of_parameter(parameter: Parameter) -> Axes:
 _KINDS = {"cut": "index", "draw": "draw", "reduction": "reduction"}
 
 
+def are_rows_of_a_product(kind: str | None, made: Followed) -> bool:
+    """Whether it is a part times a whole, for values alone: adapters that are merged."""
+    return (
+        kind == "product" and bool(made) and made[0][1] is not None and not made[0][0].requires_grad
+    )
+
+
 def result_of(
     parameter: Parameter, func: Any, name: str, args: tuple, kwargs: dict[str, Any], result: Any
 ) -> tuple[Followed, str | None]:
