@@ -206,7 +206,7 @@ def save_and_load_fsdp1(root):
     model, optimizer = fsdp1(1)
     weights, states = get_state_dict(model, optimizer)
     save({"model": weights, "optim": states}, root, ps=ps)
-    with pytest.raises(ValueError, match=r"for FSDP1, whose parameters are flat, give what get_state_dict\(model"):
+    with pytest.raises(ValueError, match=r"for FSDP1, whose parameters are flat, what get_state_dict\(model"):
         save({"model": weights, "optim": optimizer}, root, ps=ps)
     other, moments = fsdp1(2)
     state = load(dict(zip(("model", "optim"), get_state_dict(other, moments), strict=True)), root, ps=ps)
