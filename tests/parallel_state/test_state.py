@@ -245,9 +245,12 @@ def test_a_device_that_is_not_there_is_refused(make):
 def test_launch_joins_and_leaves_under_torchrun(tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
+        "import torch\n"
         "from core import parallel_state\n"
         "with parallel_state.launch('cpu') as device:\n"
         "    ps = parallel_state.initialize_model_parallel(2)\n"
+        # a rank that has ended already is none that another, which still connects, can join
+        "    torch.distributed.barrier()\n"
         # one write a line: two ranks' lines may otherwise end up in one another
         "    print(f'rank {ps.rank} tp {ps.index(\"tp\")} on {device}\\n', end='', flush=True)\n"
     )
