@@ -52,13 +52,13 @@ class OwnParts:
         self._ps = ps
         self._splits_sequence = splits_sequence
         self._looked_at = LookedAt()
-        self._parts: dict[str, nn.Module] = {}
+        # found before the first forward
+        self._parts: dict[str, nn.Module] | None = None
         self._rows: _Rows | None = None
         group = ps.group("tp")
         self._columns = SeenParts(group) if group is not None else None
         self._handles: list[Any] = []
         self._is_begun = False
-        self._is_found = False
         self._turns = 0
         self._is_done = ps.group("cp") is None and group is None
 
@@ -73,8 +73,9 @@ class OwnParts:
         if self._is_done or not torch.is_grad_enabled():
             return
         self.detach()
-        if not self._is_found:
+        if self._parts is None:
             self._find(model)
+            assert self._parts is not None
         rows = None if is_whole else self._rows
         if self._is_done or (rows is None and self._columns is None):
             return
@@ -98,7 +99,6 @@ class OwnParts:
                 columns.attach(part)
 
     def _find(self, model: nn.Module) -> None:
-        self._is_found = True
         self._parts = {} if is_compiled(model) else dict(_outermost_own(model, ""))
         self._is_done = not self._parts
         if self._ps.group("cp") is not None or self._splits_sequence:

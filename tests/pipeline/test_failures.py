@@ -150,7 +150,7 @@ def test_a_rank_that_is_killed_is_named_by_the_others(apart, tmp_path, stage):
         assert float(seconds) < 10
         # which of its calls fails first, a message from that rank or one to it, is chance
         assert f"from rank {stage}" in text or f"to rank {stage}" in text, text
-        assert "or is gone" in text
+        assert "or is gone" in text, text
 
 
 def uneven_batch(schedule):

@@ -142,12 +142,12 @@ def _encoded(item: ShardedObject) -> Any:
     try:
         return json.loads(json.dumps(encode(item.data), allow_nan=False))
     except Exception as error:
-        # a registered function may raise anything
         if isinstance(item.data, nn.Module):
             raise ValueError(
                 f"{item.key}: a {type(item.data).__name__} is no state; give dist_checkpointing.sharded_state_dict("
                 "module, ps), or where every rank holds all of it module.state_dict()"
             ) from error
+        # a registered function may raise anything
         raise ValueError(
             f"{item.key}: {error}; give numbers, texts, bytes, lists, tuples, dicts, numpy's values or tensors, or "
             f"call dist_checkpointing.register({type(item.data).__name__}, to_json, from_json)"
