@@ -19,6 +19,7 @@ from core.parallel_state.collectives import Group, all_gather, all_reduce, reduc
 from core.parallel_state.layout import true_part
 from core.tensor_parallel.differences import compare_copied, compare_gradients
 from core.tensor_parallel.reduced_by_hand import ReducedByHand
+from core.tensor_parallel.summed_gradients import is_added_up
 
 
 def sequence_shard(x: Tensor, group: Group) -> Tensor:
@@ -213,6 +214,20 @@ class _SumGradient(torch.autograd.Function):
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
 
+class _CountedOnce(torch.autograd.Function):
+    """A replicated parameter, whole on each rank, whose gradient is added up over the ranks afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Parameter, ranks: int) -> Tensor:
+        ctx.weight = weight
+        ctx.ranks = ranks
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return (gradient / ctx.ranks if is_added_up(ctx.weight) else gradient), None
+
+
 @outside_graphs
 def copy_to_tensor_region(x: Tensor, group: Group | None) -> Tensor:
     """Identity forward; backward all-reduces over `group`. Shape unchanged."""
@@ -316,7 +331,7 @@ def full_tensor(
     like: the parameter whose gradient, data or moment is given instead: `full_tensor(p.grad, like=p)`.
     One all-gather per axis that splits it; backward takes this rank's shard, so every tensor rank must compute the
     same from it; over expert ranks, each with a loss of its own, it reduce-scatters. A parameter that is not split is
-    returned as it is.
+    returned as it is, or, under sequence parallelism, with a backward that counts it once over the ranks.
     Raises ValueError: a tensor that is no parameter (nobody knows how it is split), or not of the shape of `like`.
     """
     if like is None and not isinstance(parameter, Parameter):
@@ -340,6 +355,8 @@ def full_tensor(
         else:
             whole = gather_from_tensor_region(moved, group)
         full = whole.transpose(dim, -1)
+    if like is None and torch.is_grad_enabled() and "tp" in layout.partial and ps.size("tp") > 1:
+        return _CountedOnce.apply(parameter, ps.size("tp"))
     if not layout.padding:
         return full
     return full[tuple(slice(0, size) for size in layout.shape)]

@@ -9,9 +9,10 @@ from torch.nn import Parameter
 
 from core.autograd.gradients import has_main_grad
 from core.parallel_state import Layout
+from core.parallel_state.by_hand import Heard
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.parallel_state.collectives.checks import fingerprint
-from core.parallel_state.layout import has_layout, set_layout
+from core.parallel_state.layout import has_layout, layout_of, set_layout
 
 
 def sum_gradients_of_foreign(module: nn.Module, group: Group | None) -> None:
@@ -29,6 +30,42 @@ def sum_gradient_in_backward(parameter: Parameter, group: Group | None) -> None:
     if group is not None and parameter.requires_grad and not has_layout(parameter):
         set_layout(parameter, Layout(tuple(parameter.shape), partial=frozenset({"tp"})))
         parameter.register_hook(_SumGradientHook(parameter, group))
+
+
+def is_added_up(parameter: Parameter) -> bool:
+    """Whether its whole gradient, that of reads beside its module too, is summed over the tensor ranks."""
+    if "tp" not in layout_of(parameter).partial:
+        return False
+    hooks = (parameter._backward_hooks or {}).values()
+    return has_main_grad(parameter) or any(isinstance(hook, _SumGradientHook) for hook in hooks)
+
+
+class Penalties:
+    """Numbers that each rank makes of such a parameter: told, once, where a backward comes to one."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def follow(self, module: nn.Module | None, heard: Heard) -> None:
+        """`module` holds the parameter, of which a program has made `heard.result`."""
+        if module is None or heard.result is None or self._told:
+            return
+        named = module.named_parameters()
+        name = next((name for name, p in named if p is heard.parameter), "a parameter")
+        shape = list(heard.parameter.shape)
+
+        # without `heard`, which holds the number whose hook it is
+        def tell(gradient: Tensor) -> None:
+            if not self._told:
+                self._told = True
+                warnings.warn(
+                    f"a penalty on {name} {shape} counts once on each tensor rank: under "
+                    "sequence parallelism its gradient is added up over them. core.tensor_parallel."
+                    "full_tensor(parameter) has a gradient that counts once",
+                    stacklevel=2,
+                )
+
+        heard.result.register_hook(tell)
 
 
 class _SumGradientHook:

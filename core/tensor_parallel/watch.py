@@ -25,7 +25,12 @@ from core.parallel_state.spread import keep_layouts
 from core.tensor_parallel.differences import BATCH, difference_message, follow_sums, has_full_memory
 from core.tensor_parallel.hooked_gradients import HookedGradients
 from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
-from core.tensor_parallel.summed_gradients import sum_gradients_of_foreign, warn_of_whole_gradients
+from core.tensor_parallel.summed_gradients import (
+    Penalties,
+    is_added_up,
+    sum_gradients_of_foreign,
+    warn_of_whole_gradients,
+)
 
 _MIXED = (
     "all_reduce by hand adds gradients of different parts of a weight, those of other tensor ranks: average over "
@@ -80,6 +85,7 @@ class SplitWatch:
                 group, partial(self._warn_of_hook, what="a backward hook")
             )
         self._warned_of_parts = self._warned_of_sums = False
+        self._penalties = Penalties()
         # observes arithmetic between forwards
         self._by_hand: ByHand | None = None
         self._listened_before = after
@@ -174,7 +180,7 @@ class SplitWatch:
             self._split = []
             for submodule in module.modules():
                 for name, p in submodule.named_parameters(recurse=False):
-                    if {"tp", "ep"} & layout_of(p).split.keys():
+                    if {"tp", "ep"} & layout_of(p).split.keys() or is_added_up(p):
                         self._split.append((submodule, name))
         self._by_hand.open(self._split_parameters())
         return self._by_hand
@@ -185,8 +191,11 @@ class SplitWatch:
         return [parameter for parameter in found if parameter is not None]
 
     def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
-        mixes_shards = heard.kind == "sum" and self._mixes_shards(heard)
         model_alive = module()
+        if is_added_up(heard.parameter):
+            self._penalties.follow(model_alive, heard)
+            return
+        mixes_shards = heard.kind == "sum" and self._mixes_shards(heard)
         kind = (heard.kind, heard.of_gradient, bool(heard.of_state))
         if (
             model_alive is None

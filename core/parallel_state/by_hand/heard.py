@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.parallel_state.by_hand.functions import WRONG_ON_SHARDS
@@ -57,6 +57,7 @@ class Heard:
     factor: float | None = None  # of a gradient that is "scaled" or "applied", where it is known
     is_number: bool = True  # of a reduction: one number, not one for each row
     along_whole_dims: bool = False  # each rank has all of what was reduced: rows of a column linear
+    result: Tensor | None = None  # of a reduction, if it wants a gradient
     group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world
 
     @property

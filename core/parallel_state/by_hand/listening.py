@@ -260,7 +260,9 @@ class ByHand:
                 is_number = not isinstance(result, Tensor) or result.numel() == 1
                 heard = replace(source, kind=kind, name=name, joined=source.joined or on_list)
                 is_whole = kind == "reduction" and len(made) == 1 and made[0][1] is not None
-                self._hear(replace(heard, is_number=is_number, along_whole_dims=is_whole))
+                number = result if getattr(result, "requires_grad", False) else None
+                heard = replace(heard, is_number=is_number, along_whole_dims=is_whole)
+                self._hear(replace(heard, result=number))
             else:
                 first = values[0][0] if isinstance(values[0], (list, tuple)) else values[0]
                 is_first = first is tensor and source.of_gradient
