@@ -127,6 +127,7 @@ class BatchRows(Follower):
 
     def follow(self, call: Call) -> None:
         name, inputs, args, result = call.name, call.inputs, call.args, call.result
+        _keep_sequences(call)
         # of outputs another is in charge
         other = next((x.seen_by() for x in inputs if not is_of_batch(x)), None)
         if other is not None:
@@ -309,6 +310,14 @@ class BatchRows(Follower):
         for number in pytree.tree_leaves(result):
             if isinstance(number, (int, float)) and len(self.read_numbers) < 100:
                 self.read_numbers.add(float(number))
+
+
+def _keep_sequences(call: Call) -> None:
+    """A copy of rows, on another device say, is of the same sequences."""
+    for x in call.inputs:
+        sequences = getattr(x, "of_sequences", None)
+        if sequences is not None and isinstance(call.result, Tensor) and call.result.shape == x.shape:
+            call.result.of_sequences = sequences  # type: ignore[attr-defined]
 
 
 def _writes(call: Call) -> bool:
