@@ -8,7 +8,7 @@ called on it.
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,8 +52,9 @@ class OwnParts:
         self._ps = ps
         self._splits_sequence = splits_sequence
         self._looked_at = LookedAt()
-        # found before the first forward
+        # found before the first forward: whose rows are followed, and whose columns
         self._parts: dict[str, nn.Module] | None = None
+        self._with_columns: list[nn.Module] = []
         self._rows: _Rows | None = None
         group = ps.group("tp")
         self._columns = SeenParts(group) if group is not None else None
@@ -92,15 +93,19 @@ class OwnParts:
         if rows is not None and columns is not None and self._ps.group("cp") is not None:
             self._turns += 1
             rows, columns = (rows, None) if self._turns % 2 else (None, columns)
-        for name, part in self._parts.items():
-            if rows is not None:
+        if rows is not None:
+            for name, part in self._parts.items():
                 self._handles += rows.hooks(name, part)
-            if columns is not None:
+        if columns is not None:
+            for part in self._with_columns:
                 columns.attach(part)
 
     def _find(self, model: nn.Module) -> None:
-        self._parts = {} if is_compiled(model) else dict(_outermost_own(model, ""))
-        self._is_done = not self._parts
+        self._parts = {}
+        if not is_compiled(model):
+            self._parts = dict(_outermost_own(model, "", _knows_context))
+            self._with_columns = [part for _, part in _outermost_own(model, "", lambda part: False)]
+        self._is_done = not self._with_columns
         if self._ps.group("cp") is not None or self._splits_sequence:
             self._rows = _Rows(self._ps, splits_sequence=self._splits_sequence)
 
@@ -118,14 +123,21 @@ class OwnParts:
             self._columns.detach()
 
 
-def _outermost_own(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """Modules that are not ours, without what they hold; for one that says that it knows of ranks, those in it."""
+def _outermost_own(
+    module: nn.Module, name: str, is_passed: Callable[[nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Modules that are not ours, without what they hold; of one that is passed by, those in it."""
     for child_name, child in module.named_children():
         full_name = f"{name}.{child_name}" if name else child_name
-        if _is_ours(child) or vars(type(child)).get("knows_context"):
-            yield from _outermost_own(child, full_name)
+        if _is_ours(child) or is_passed(child):
+            yield from _outermost_own(child, full_name, is_passed)
         else:
             yield full_name, child
+
+
+def _knows_context(part: nn.Module) -> bool:
+    """Whether its class says that it treats a rank's rows as such."""
+    return bool(vars(type(part)).get("knows_context"))
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -217,7 +229,7 @@ class _Rows(SplitActivations):
     def _may_know(self, part: nn.Module) -> bool:
         """Whether rows met in it on purpose: in attention of ours, or in messages that are none of our linears'."""
         inner = [child for child in part.modules() if child is not part]
-        if any(vars(type(child)).get("knows_context") for child in inner):
+        if any(map(_knows_context, inner)):
             return True
         return not any(map(_is_ours, inner)) and self._collectives != self._count_collectives()
 

@@ -316,7 +316,11 @@ def _keep_sequences(call: Call) -> None:
     """A copy of rows, on another device say, is of the same sequences."""
     for x in call.inputs:
         sequences = getattr(x, "of_sequences", None)
-        if sequences is not None and isinstance(call.result, Tensor) and call.result.shape == x.shape:
+        if (
+            sequences is not None
+            and isinstance(call.result, Tensor)
+            and call.result.shape == x.shape
+        ):
             call.result.of_sequences = sequences  # type: ignore[attr-defined]
 
 
