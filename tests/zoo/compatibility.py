@@ -14,6 +14,7 @@ FAMILIES: list[str] = [
     "context_losses",
     "context_batches",
     "context_labels",
+    "context_vocabulary",
     "context_means",
     "context_hooks",
     "context_teachers",

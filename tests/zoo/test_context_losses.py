@@ -3,7 +3,15 @@
 import pytest
 
 from tests.marks import PRODUCT
-from tests.zoo import context_batches, context_hooks, context_labels, context_losses, context_means, context_teachers
+from tests.zoo import (
+    context_batches,
+    context_hooks,
+    context_labels,
+    context_losses,
+    context_means,
+    context_teachers,
+    context_vocabulary,
+)
 from tests.zoo.case import judge, observe
 
 FAMILIES = {
@@ -11,6 +19,7 @@ FAMILIES = {
     "batches": context_batches,
     "hooks": context_hooks,
     "labels": context_labels,
+    "vocabulary": context_vocabulary,
     "means": context_means,
     "teachers": context_teachers,
 }

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows.factors import RowFactors
+from core.context_parallel.rows.places import joins_rows
 from core.context_parallel.rows.reads import MEAN, READS
 from core.context_parallel.rows.selections import selected
+from core.context_parallel.rows.sequences import NUM_SEQUENCES, keep_sequences
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.part_sizes import number_of_part
@@ -46,12 +48,6 @@ MATCH_REMEDY = (
 )
 # `x *= y`
 _ASSIGNMENTS = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor")
-# of a fingerprint
-NUM_SEQUENCES = 2
-SEQUENCES_REMEDY = (
-    "Draw a batch from a seed of the data rank, which context ranks share: parallel_state.get_data_parallel_rank(); "
-    "a seed of the global rank gives each other sequences"
-)
 _COUNTS = ("bincount", "histc", "histogram", "searchsorted", "bucketize")
 REMEDY = (
     "Make weights, masks and shifted labels of whole sequences, before context_batch cuts the batch: it cuts tokens, "
@@ -127,7 +123,7 @@ class BatchRows(Follower):
 
     def follow(self, call: Call) -> None:
         name, inputs, args, result = call.name, call.inputs, call.args, call.result
-        _keep_sequences(call)
+        keep_sequences(call)
         # of outputs another is in charge
         other = next((x.seen_by() for x in inputs if not is_of_batch(x)), None)
         if other is not None:
@@ -151,6 +147,9 @@ class BatchRows(Follower):
             for x in changed:
                 if x.numbers is None and split_axes.is_split(x.axes):  # type: ignore[attr-defined]
                     self.tell(x, f"comes to the loss by {name}")
+        elif not changed and joins_rows(name, args, call.kwargs):
+            written = args[0] if name == "setitem" else result
+            self._change(written, name, _axes_like(inputs[0], written))
         elif _writes(call) and self._is_part_of_rows(args[0]):
             self._tell_of_places(name, args[0])
         elif name == "setitem":
@@ -235,6 +234,8 @@ class BatchRows(Follower):
         """`x[index] = value`: rows by number, or values that were made across rows."""
         x, index, value = args
         if not isinstance(x, SplitTensor):
+            if changed:
+                self._change(x, changed[0].partial, ())  # type: ignore[attr-defined]
             return
         if x.partial:
             # who writes rows of other ranks has thought of them; a number is written into a shift's end by habit
@@ -312,18 +313,6 @@ class BatchRows(Follower):
                 self.read_numbers.add(float(number))
 
 
-def _keep_sequences(call: Call) -> None:
-    """A copy of rows, on another device say, is of the same sequences."""
-    for x in call.inputs:
-        sequences = getattr(x, "of_sequences", None)
-        if (
-            sequences is not None
-            and isinstance(call.result, Tensor)
-            and call.result.shape == x.shape
-        ):
-            call.result.of_sequences = sequences  # type: ignore[attr-defined]
-
-
 def _writes(call: Call) -> bool:
     """Whether it writes into its first argument."""
     name = getattr(call.func, "__name__", "")
@@ -391,10 +380,3 @@ class Divisors:
             f"rows are weighted by {self._latest} of a batch's rows which are this context rank's, not all of a "
             "sequence: one process weighs them by the whole"
         )
-
-
-def told_of_sequences(numbers: Tensor) -> str:
-    """What is said where ranks have cut other sequences, [ranks, 2]; "" where one does not know."""
-    if bool((numbers == 0).all(1).any()) or torch.allclose(numbers, numbers[:1], rtol=1e-9, atol=0):
-        return ""
-    return f"the {len(numbers)} context ranks cut their rows out of other sequences: each must have the same batch"

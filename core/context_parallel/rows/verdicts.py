@@ -5,13 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from core.context_parallel.rows.batches import (
-    NUM_SEQUENCES,
-    SEQUENCES_REMEDY,
-    Divisors,
-    told_of_sequences,
-)
 from core.context_parallel.rows.batches import REMEDY as BATCH_REMEDY
+from core.context_parallel.rows.batches import Divisors
 from core.context_parallel.rows.factors import (
     NUM_FACTORS,
     NUM_SCALARS,
@@ -23,6 +18,7 @@ from core.context_parallel.rows.factors import (
 )
 from core.context_parallel.rows.means import told_of_means, told_of_shares
 from core.context_parallel.rows.reads import BRANCH_REMEDY
+from core.context_parallel.rows.sequences import NUM_SEQUENCES, SEQUENCES_REMEDY, told_of_sequences
 from core.context_parallel.rows.totals import (
     COUNT_REMEDY,
     told_of_counts,
