@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from core.pipeline import PipelineError
+from core.pipeline.run.arguments import ForwardArguments
 from core.pipeline.run.step import call_next_stage
 from tests.pipeline import tiny
 from tests.pool import Pool
@@ -98,6 +99,20 @@ class Stage(nn.Module):
         return y.reshape(*([1] * 9), -1, W) if self.index < 3 else y
 
 
+class OneDict(nn.Module):
+    """Its forward takes what the stage before returned as one dict."""
+
+    def __init__(self, s):
+        super().__init__()
+        self.index, self.linear = s, linear(s)
+
+    def forward(self, state):
+        x = state["x"] if isinstance(state, dict) else state
+        y = self.linear(x)
+        before = state["before"] if isinstance(state, dict) else x
+        return {"x": y, "before": y * before, "depth": self.index}
+
+
 KINDS = [name for name, value in vars(Stage).items() if callable(value) and name not in ("__init__", "forward")]
 
 
@@ -106,9 +121,22 @@ def loss_of(output, _):
     return value.double().square().sum(), len(value)
 
 
+def composed(module, x):
+    return module(x)
+
+
+def compare_dicts(schedule, recompute):
+    want_loss, want = tiny.alone(4, tiny.rows(8), loss_of, 4, OneDict, composed)
+    pipe = tiny.pipeline(schedule, 4, OneDict, recompute=recompute)
+    loss = pipe.step(tiny.rows(8), loss_of).loss_sum.item()
+    tiny.assert_equal(tiny.gradients(pipe), want)
+    pipe.close()
+    return abs(loss - want_loss)
+
+
 def chain(module, x):
     """Plain composition, called as the pipeline calls."""
-    return module(x) if module.index == 0 else call_next_stage(module, x, None, ("x",))
+    return module(x) if module.index == 0 else call_next_stage(module, x, None, ForwardArguments(("x",)))
 
 
 def compare(kinds, schedules, recomputes):
@@ -126,6 +154,12 @@ def compare(kinds, schedules, recomputes):
                     wrong[kind, schedule, str(recompute)] = str(error)
                 pipe.close()
     return wrong
+
+
+@pytest.mark.parametrize("schedule, recompute", [("1f1b", "none"), ("zb-v", "stage")])
+def test_a_stage_may_take_one_dict(ranks, schedule, recompute):
+    world = 2 if schedule == "zb-v" else 4
+    assert max(ranks(compare_dicts, schedule, recompute, world=world)) <= 1e-10
 
 
 @pytest.mark.parametrize("world, schedules", [(2, ["interleaved-zb", "zb-v"])])

@@ -206,6 +206,21 @@ CASES = [
         "`losses.mean(1)`, or times the context ranks",
     ),
     Case(
+        "`(losses.sum() + squares.sum()) / labels.numel()`",
+        by(lambda p: two_sums(p.losses()) / p.labels.numel()),
+    ),
+    Case(
+        "`(losses.sum() + squares.sum()) * (1 / labels.numel())`",
+        by(lambda p: two_sums(p.losses()) * (1 / p.labels.numel())),
+    ),
+    Case(
+        "`(losses.sum() + squares.sum()) / n`, n of all ranks' tokens",
+        by(lambda p: two_sums(p.losses()) / (2 * S)),
+        "told",
+        "divided by numbers only",
+        "times the context ranks",
+    ),
+    Case(
         "REINFORCE, times the context ranks",
         by(lambda p: (p.losses().sum(1) * torch.tensor([1.0, -0.4])).mean() * p.ranks),
     ),
@@ -253,6 +268,10 @@ CASES = [
         by(lambda p: MaskedMean.apply(p.losses(), cut(p, torch.ones(2, S).double()))),
     ),
 ]
+
+
+def two_sums(losses):
+    return losses.sum() + 0.1 * losses.pow(2).sum()
 
 
 def compiled(backend):

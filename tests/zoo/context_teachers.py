@@ -12,7 +12,7 @@ from tests.states import state
 from tests.zoo.case import Case, Family, compared
 from tests.zoo.context_losses import LAYOUTS, LR, STEPS, Program, by, hooked
 
-TOLD = "of rows which are this context rank's comes to the loss by|of mean 0 on each of 2 context ranks"
+TOLD = "of rows which are this context rank's, not all of a sequence, comes to the loss by|of mean 0 on each of 2 context ranks"
 SUMMED = "`all_reduce` of the statistic over the context ranks before"
 
 
@@ -139,14 +139,14 @@ CASES = [
         "a critic's targets by the next token's value, `v[:, 1:]`",
         by(valued(lambda v: 0.9 * F.pad(v[:, 1:], (0, 1)))),
         "told",
-        "getitem of rows which are this context rank's comes to the loss by sub",
+        "getitem of rows which are this context rank's, not all of a sequence, comes to the loss by sub",
         "`ContextRows.of_state(ps).of(targets, 1)` of whole sequences",
     ),
     Case(
         "a critic's targets by the last token's value, `v[:, -1:]`",
         by(valued(lambda v: 0.5 * v[:, -1:] + 0 * v)),
         "told",
-        "getitem of rows which are this context rank's comes to the loss by sub",
+        "getitem of rows which are this context rank's, not all of a sequence, comes to the loss by sub",
         "`ContextRows.of_state(ps).of(targets, 1)` of whole sequences",
     ),
     Case("a critic's targets by each token's own value", by(valued(lambda v: 0.5 * v + 1))),

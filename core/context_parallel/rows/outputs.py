@@ -27,6 +27,7 @@ from core.context_parallel.rows.reads import (
     is_statistic,
 )
 from core.context_parallel.rows.totals import (
+    ADDED,
     SCALED,
     TOTAL,
     SharedCounts,
@@ -108,7 +109,7 @@ class Sums(Follower):
         self._hear_batch(name, [x for x in of_batch if is_changed(x)], inputs, args)
         of_outputs = replace(call, inputs=inputs)
         if any(x.partial == TOTAL for x in inputs):
-            self._follow_total(of_outputs)
+            self._follow_totals(of_outputs)
         elif any(x.partial for x in inputs):
             self._follow_statistic(of_outputs)
         else:
@@ -269,9 +270,7 @@ class Sums(Follower):
             isinstance(x, Tensor) and x.requires_grad
             for x in pytree.tree_leaves((call.args, call.kwargs))
         ):
-            text = (
-                f"{first.partial} of rows which are this context rank's comes to the loss by {name}"
-            )
+            text = f"{first.partial} of rows {_OF_A_RANK}, comes to the loss by {name}"
             of_places = kind_of(first.partial) == "cut"
             self._owner.tell(text, *([factors.POSITIONS_REMEDY] if of_places else []))
         else:
@@ -327,7 +326,7 @@ class Sums(Follower):
         if rows and (self._is_loss or result.dim() == 0 or total.may_be_pooled):
             if self._judges_totals:
                 self._totals.append(total)
-            self._mark_total(result, total)
+            self._mark_totals(result, (total,))
         elif not rows and result.dim() == 0:
             self.mark(result, None, MEAN)
 
@@ -339,25 +338,26 @@ class Sums(Follower):
 
         result.register_hook(note)
 
-    def _mark_total(self, result: Tensor, total: Total) -> None:
+    def _mark_totals(self, result: Tensor, totals: tuple[Total, ...]) -> None:
         self.mark(result, None, TOTAL)
         if isinstance(result, SplitTensor):
-            result.total = total  # type: ignore[attr-defined]
+            result.totals = totals  # type: ignore[attr-defined]
 
-    def _follow_total(self, call: Call) -> None:
-        """Until a tensor divides it, or a number of ranks multiplies it: the program knows the ranks then."""
-        total: Total = next(x for x in call.inputs if x.partial == TOTAL).total  # type: ignore[attr-defined]
+    def _follow_totals(self, call: Call) -> None:
+        """Until a tensor divides them, or a number of ranks multiplies them: the program knows the ranks then."""
+        totals: tuple[Total, ...] = sum((x.totals for x in call.inputs if x.partial == TOTAL), ())  # type: ignore[attr-defined]
         group = self._owner.group
         assert group is not None
-        total.follow(call.name, call.args, (group.size, group.size * self._owner.replicas))
-        if call.name in SCALED and isinstance(call.result, Tensor):
-            self._mark_total(call.result, total)
+        for total in totals:
+            total.follow(call.name, call.args, (group.size, group.size * self._owner.replicas))
+        if call.name in (*SCALED, *ADDED) and isinstance(call.result, Tensor):
+            self._mark_totals(call.result, totals)
 
     def returned(self, loss: SplitTensor, count: Any) -> None:
         """Executors sum the counts of all context ranks: told if rows weigh otherwise than those of a mean."""
-        if loss.partial != TOTAL or self._judges_totals:
+        if loss.partial != TOTAL or self._judges_totals or len(loss.totals) > 1:  # type: ignore[attr-defined]
             return
-        total: Total = loss.total  # type: ignore[attr-defined]
+        total: Total = loss.totals[0]  # type: ignore[attr-defined]
         is_constant = is_constant_count(count, self._shape)
         if total.knows_ranks or not is_constant or count in self._owner.batch.read_numbers:
             return

@@ -28,6 +28,8 @@ SCALED = (
     "view",
     "reshape",
 )
+# the sum of several, which what follows divides together
+ADDED = ("add", "iadd", "radd", "sub", "isub")
 
 COUNT_REMEDY = (
     "Return the number of tokens, (losses.sum(), losses.numel()); or means of sequences, whose rows are equally many "
@@ -85,6 +87,7 @@ class Total:
         if not numbers:
             self.is_divided = True
         elif "mul" in name:
+            self.is_divided |= any(x and 1 / x in self.own_counts for x in numbers)
             # once: the square of a temperature of 2 is no number of ranks
             for _ in filter(rank_counts.__contains__, numbers):
                 self._is_multiplied = not self._is_multiplied

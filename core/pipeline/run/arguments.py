@@ -12,10 +12,11 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 
 class ForwardArguments(tuple[str, ...]):
-    """These names. Of a forward with `**kwargs`: tells of entries that it would look for in them."""
+    """These names. Of a forward with `**kwargs`, which takes any: tells of entries that it would look for in them."""
 
     # the module, until its first microbatch
     looks_in: nn.Module | None = None
+    takes_any: bool = False
 
     def look(self, entries: Iterable[Any]) -> None:
         """Once: warn of a batch's entries that the forward reads out of `**kwargs`, or hands on to a part that names
@@ -68,4 +69,5 @@ def forward_arguments(module: nn.Module) -> ForwardArguments:
         return forward_arguments(wrapped)
     if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         names.looks_in = module
+        names.takes_any = True
     return names

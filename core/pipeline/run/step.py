@@ -84,14 +84,17 @@ def call_next_stage(
 ) -> Any:
     """Call a stage on the previous stage's output: a tensor, a tuple (positionally) or a mapping (by name).
 
+    A stage whose forward names none of a mapping's entries, `forward(self, state)`, is given the mapping itself.
     Everything else that its forward takes by name comes from the microbatch, where that is a mapping.
     """
     positional: tuple[Any, ...] = ()
     keywords: dict[str, Any] = {}
     if isinstance(received, Mapping):
         keywords = dict(received)
+        if arguments and not arguments.takes_any and not any(name in arguments for name in keywords):
+            positional, keywords = (keywords,), {}
     # an empty mapping is an argument like any other
-    if not keywords:
+    if not keywords and not positional:
         positional = received if isinstance(received, tuple) else (received,)
     # what arrived goes before the batch: tokens of the batch must not replace an activation
     if isinstance(microbatch, Mapping):
