@@ -1,8 +1,16 @@
 """How much of a product of options runs where: `make test`, `make test-full` (every landing), `make test-product`."""
 
 import pytest
+import torch
 
 FULL = pytest.mark.full
+
+# a recomputed region under torch's own hooks for saved tensors keeps more there (docs/status.md)
+NOT_ON_2_11 = pytest.mark.xfail(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12),
+    reason="torch 2.11 saves what it recomputes",
+    strict=True,
+)
 
 # what takes hours in all; beside `full`, so that `-m "not full"` is what `make test` runs
 PRODUCT = (pytest.mark.full, pytest.mark.product)
