@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from core.parallel_state.documents import mark_documents
+
 IGNORED_LABEL = -100  # torch's own default `ignore_index`
 
 
@@ -53,6 +55,7 @@ class Packing:
                 batch["position_ids"] = positions - begin
             if self.reset_attention_mask:
                 batch["document_begin"] = begin
+                mark_documents(batch)
         return batch
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from core.parallel_state.by_hand.batches import batch_is_cut, rows_are_cut
 from core.parallel_state.collectives import Group
+from core.parallel_state.documents import mark_documents
 
 if TYPE_CHECKING:
     from core.parallel_state.state import ParallelState
@@ -152,6 +153,7 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
         local_batch["position_ids"] = rows.rows(s).to(tokens.device).expand(b, -1)
     of_rows = {name: local_batch[name] for name in _PER_TOKEN if name in local_batch}
     batch_is_cut(ps.group("cp"), of_rows, tokens)
+    mark_documents(local_batch)
     return local_batch
 
 

@@ -374,7 +374,7 @@ class GPTModel(ModelWeights):
         check_values(position_ids, self.max_sequence_length, labels, self.vocab_size)
         if not self._first_inputs.done and not torch.compiler.is_exporting():
             self._first_inputs.check_first(
-                tokens if self.pre_process else None, attention_mask, labels
+                tokens if self.pre_process else None, attention_mask, labels, packed
             )
         return s
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from core.parallel_state import ContextRows, ParallelState
 from core.parallel_state.collectives import Group, all_gather, all_gather_objects
+from core.parallel_state.documents import holds_documents
 from core.parallel_state.value_range import check_range
 
 # bytes of a message that context ranks tell each other
@@ -191,7 +192,7 @@ class FirstInputs:
     """Checks the first labels and the first mask: mistakes from other libraries' conventions that raise no error."""
 
     def __init__(self) -> None:
-        self._labels_seen = self._mask_seen = self._context_seen = False
+        self._labels_seen = self._mask_seen = self._context_seen = self._told_of_documents = False
 
     @property
     def done(self) -> bool:
@@ -258,9 +259,22 @@ class FirstInputs:
 
     @torch.compiler.disable
     def check_first(
-        self, tokens: Tensor | None, attention_mask: Tensor | None, labels: Tensor | None
+        self,
+        tokens: Tensor | None,
+        attention_mask: Tensor | None,
+        labels: Tensor | None,
+        packed: bool,
     ) -> None:
-        """Warns: labels that are the tokens, a mask that lets tokens see later ones."""
+        """Warns: labels that are the tokens, a mask that lets tokens see later ones, documents without their mask."""
+        is_masked = packed or attention_mask is not None or self._told_of_documents
+        if not is_masked and holds_documents(tokens):
+            self._told_of_documents = True
+            warnings.warn(
+                "the batch of these tokens has a document_begin, which the model was not given: a token attends to "
+                "other documents of its row. Give it all of the batch, model(**batch), or document_begin= and "
+                "position_ids= as well",
+                stacklevel=4,
+            )
         if labels is not None and tokens is not None and not self._labels_seen:
             self._labels_seen = True
             if _are_unshifted(tokens, labels):

@@ -91,7 +91,11 @@ def call_next_stage(
     keywords: dict[str, Any] = {}
     if isinstance(received, Mapping):
         keywords = dict(received)
-        if arguments and not arguments.takes_any and not any(name in arguments for name in keywords):
+        if (
+            arguments
+            and not arguments.takes_any
+            and not any(name in arguments for name in keywords)
+        ):
             positional, keywords = (keywords,), {}
     # an empty mapping is an argument like any other
     if not keywords and not positional:

@@ -10,6 +10,7 @@ from core.optimizer import ShardedOptimizer
 from core.parallel_state import ParallelState
 from core.parallel_state.by_hand.batches import followed_as
 from core.parallel_state.context import context_batch
+from core.parallel_state.documents import mark_documents
 from core.pipeline.run.step import split_microbatches
 from core.training.run.data import BatchSource
 
@@ -93,7 +94,9 @@ class Loader:
         """The same batches, cut into the microbatches of an update, for `backward` and `step` after each."""
         for batch in self:
             self.gave_whole = False
-            yield from split_microbatches(batch, self._microbatches)
+            for microbatch in split_microbatches(batch, self._microbatches):
+                mark_documents(microbatch)
+                yield microbatch
 
     def __len__(self) -> int:
         """Batches that remain until `train_steps`."""
@@ -123,7 +126,9 @@ def moved_to(device: torch.device) -> Callable[[Mapping[str, Tensor]], dict[str,
         return followed_as(x, x.contiguous().pin_memory().to(device, non_blocking=True))
 
     def move(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: x if name == "document_begin" else moved(x) for name, x in batch.items()}
+        there = {name: x if name == "document_begin" else moved(x) for name, x in batch.items()}
+        mark_documents(there)
+        return there
 
     return move
 
