@@ -12,7 +12,7 @@ def mark_documents(batch: Mapping[str, Any]) -> None:
     tokens = batch.get("tokens", batch.get("input_ids"))
     # on an accelerator nobody waits for a look
     if isinstance(begin, Tensor) and (begin.device.type != "cpu" or bool(begin.any())):
-        tokens.of_documents = True  # type: ignore[union-attr]
+        tokens.of_documents = True
 
 
 def holds_documents(tokens: Any) -> bool:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from core.datasets.corpus import documents as documents_module
 from core.datasets.corpus import opening, readers
+from core.datasets.corpus.conversations import are_conversations
 from core.datasets.corpus.documents import Encoder, TextChunk, cuts
 from core.datasets.corpus.readers import read_chunks
 from core.datasets.corpus.sources import find_sources
@@ -81,7 +82,8 @@ def test_what_is_no_text_is_skipped_and_counted(tmp_path):
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "missing")
     (tmp_path / "cut.txt.gz").write_bytes(gzip.compress(b"abcd" * 99)[:-9])
     (tmp_path / "no.txt.zst").write_bytes(b"this is not zstandard")
-    documents, skipped = read(tmp_path)
+    with pytest.warns(UserWarning, match=r"dangling.txt is not read, or not all of it: .*No such file"):
+        documents, skipped = read(tmp_path)
     assert documents == ["é\r\n".encode()]
     assert skipped == {
         "undecodable files": 1,
@@ -261,7 +263,28 @@ def test_parquet_and_saved_datasets(tmp_path):
     other = Encoder(tokenizer=ByteTokenizer(), dtype=np.dtype("<u2"), end_of_text=256, text_key="words")
     assert read(tmp_path, encoder=other) == ([], {"rows without a text 'words'": 4})
     (tmp_path / "a.parquet").write_bytes(b"PAR1 not")
-    assert read(tmp_path) == ([], {"files damaged from some place on": 1})
+    with pytest.warns(UserWarning, match=r"a.parquet is not read, or not all of it: .*magic bytes"):
+        assert read(tmp_path) == ([], {"files damaged from some place on": 1})
+
+
+def test_half_of_a_saved_dataset_is_refused(tmp_path):
+    (tmp_path / "in" / "rows").mkdir(parents=True)
+    (tmp_path / "in" / "rows" / "data-00000-of-00001.arrow").write_bytes(b"")
+    for name, missing in (("dataset_info.json", "state.json"), ("state.json", "dataset_info.json")):
+        (tmp_path / "in" / "rows" / name).write_text("{}")
+        with pytest.raises(ValueError, match=rf"rows has .arrow files and no {missing}: it is half of a dataset"):
+            read(tmp_path / "in")
+        (tmp_path / "in" / "rows" / name).unlink()
+
+
+def test_rows_of_a_damaged_table_are_of_no_kind(tmp_path):
+    """Beside chats it is left out and told, not taken for something else."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    chats = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
+    parquet.write_table(pyarrow.table({"messages": chats}), tmp_path / "a.parquet")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1 not")
+    assert are_conversations(find_sources([tmp_path])[0])
 
 
 def test_a_table_is_not_learned_as_text_unless_a_glob_says_so(tmp_path):
@@ -283,6 +306,12 @@ def test_saved_datasets(tmp_path):
     with pytest.raises(ValueError, match=r"dataset of 2 splits; name those to read: .*splits/test, .*splits/train"):
         read(tmp_path / "splits")
     assert len(read(tmp_path / "splits" / "train")[0]) == 2
+    (shard,) = (tmp_path / "in" / "rows").glob("*.arrow")
+    content = shard.read_bytes()
+    for rest in (content[: len(content) // 2], b"", None):
+        shard.unlink() if rest is None else shard.write_bytes(rest)
+        with pytest.raises(ValueError, match=r"rows is not all of a dataset of save_to_disk: .+; save it again"):
+            read(tmp_path / "in")
 
 
 def test_a_missing_extra_is_told(tmp_path, monkeypatch):

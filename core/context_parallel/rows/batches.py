@@ -235,7 +235,7 @@ class BatchRows(Follower):
         x, index, value = args
         if not isinstance(x, SplitTensor):
             if changed:
-                self._change(x, changed[0].partial, ())  # type: ignore[attr-defined]
+                self._change(x, changed[0].partial, ())
             return
         if x.partial:
             # who writes rows of other ranks has thought of them; a number is written into a shift's end by habit

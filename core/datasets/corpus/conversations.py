@@ -16,7 +16,7 @@ import numpy as np
 from core.datasets.card import card_path, read_card, tokenizer_path
 from core.datasets.corpus.build import CorpusFiles, TextFiles, checked_prefix, skipped_text
 from core.datasets.corpus.sources import TextSource
-from core.datasets.corpus.tables import first_row_of
+from core.datasets.corpus.tables import all_hold
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
@@ -162,19 +162,7 @@ def are_conversations(sources: list[TextSource] | tuple[TextSource, ...]) -> boo
 
     Raises ValueError: that is so for some of the files only.
     """
-    chats: list[TextSource] = []
-    others: list[TextSource] = []
-    for source in sources:
-        if _is_conversation(first_row_of(source)):
-            chats.append(source)
-        else:
-            others.append(source)
-    if chats and others:
-        raise ValueError(
-            f"{len(chats)} of {len(sources)} files hold chats or prompts ({chats[0].path}), {others[0].path} does "
-            "not; prepare them one by one"
-        )
-    return bool(chats)
+    return all_hold(sources, _is_conversation, "chats or prompts")
 
 
 def _is_conversation(row: Any) -> bool:

@@ -20,7 +20,7 @@ from core.datasets.corpus.conversations import (
     given_to_template,
 )
 from core.datasets.corpus.sources import TextSource
-from core.datasets.corpus.tables import first_row_of, numbered_rows_of
+from core.datasets.corpus.tables import all_hold, numbered_rows_of
 from core.datasets.token_file import file_paths
 from core.datasets.token_file_writer import TokenFileWriter
 from core.datasets.tokenizers.any_tokenizer import AnyTokenizer
@@ -35,18 +35,11 @@ def are_preferences(sources: list[TextSource] | tuple[TextSource, ...]) -> bool:
 
     Raises ValueError: that is so for some of the files only.
     """
-    pairs: list[TextSource] = []
-    others: list[TextSource] = []
-    for source in sources:
-        row = first_row_of(source)
-        is_pair = isinstance(row, dict) and any(name in row for name in RESPONSES)
-        (pairs if is_pair else others).append(source)
-    if pairs and others:
-        raise ValueError(
-            f"{len(pairs)} of {len(sources)} files hold preferences ({pairs[0].path}), {others[0].path} does not; "
-            "prepare them one by one"
-        )
-    return bool(pairs)
+    return all_hold(sources, _is_pair, "preferences")
+
+
+def _is_pair(row: Any) -> bool:
+    return isinstance(row, dict) and any(name in row for name in RESPONSES)
 
 
 def encode_pair(row: Any, encoder: ConversationEncoder) -> tuple[Conversation, Conversation]:

@@ -1,6 +1,7 @@
 """Reads sources as chunks, streaming: neither a file nor a row group needs to fit in memory at once."""
 
 import codecs
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -15,10 +16,18 @@ from core.datasets.corpus.documents import (
 )
 from core.datasets.corpus.opening import OpenedText, import_extra, open_text
 from core.datasets.corpus.sources import TextSource
-from core.datasets.corpus.tables import ROWS_AT_ONCE, TABLES, DamagedTableError, table_chunks
+from core.datasets.corpus.tables import (
+    ROWS_AT_ONCE,
+    TABLES,
+    DamagedTableError,
+    open_dataset,
+    table_chunks,
+)
 
 # read at once; a larger text file becomes several documents
 PORTION_BYTES = 64 << 20
+# how many of the files that are left out for one reason are named
+_NAMED = 3
 
 
 def read_chunks(
@@ -54,10 +63,16 @@ def read_chunks(
                         yield from _text_chunks(opened, documents, skipped)
                     if opened.damage() is not None:
                         skipped["damaged compressed files"] += 1
-        except DamagedTableError:
-            skipped["files damaged from some place on"] += 1
-        except OSError:
-            skipped["files that cannot be read"] += 1
+        except DamagedTableError as error:
+            _skip(source, "files damaged from some place on", error, skipped)
+        except OSError as error:
+            _skip(source, "files that cannot be read", error, skipped)
+
+
+def _skip(source: TextSource, reason: str, error: Exception, skipped: Counter[str]) -> None:
+    skipped[reason] += 1
+    if skipped[reason] <= _NAMED:
+        warnings.warn(f"{source.path} is not read, or not all of it: {error}", stacklevel=3)
 
 
 def _line_chunks(opened: OpenedText) -> Iterator[TextChunk]:
@@ -150,7 +165,7 @@ def _parquet_chunks(source: TextSource, text_key: str) -> Iterator[TextChunk]:
 
 
 def _dataset_chunks(source: TextSource, text_key: str) -> Iterator[TextChunk]:
-    dataset = import_extra("datasets", source.path).load_from_disk(str(source.path))
+    dataset = open_dataset(source)
     if text_key not in dataset.column_names:
         yield TextChunk("texts", [None] * len(dataset), source.size)
         return

@@ -20,6 +20,7 @@ READ = (*TEXT, *LINES, ".parquet")
 SUFFIXES = (*READ, *(suffix + packed for suffix in (*TEXT, *LINES) for packed in PACKED))
 # of a directory that `datasets.save_to_disk` wrote, beside state.json
 _DATASET = "dataset_info.json"
+_STATE = "state.json"
 _SPLITS = "dataset_dict.json"
 # names of parts that are not trained on
 _HELD_OUT = ("test", "valid", "validation", "val", "dev", "eval")
@@ -159,13 +160,19 @@ class _SourceSearch:
                 f"{folder} is a dataset of {len(subdirectories)} splits; name those to read: {splits}"
             )
         # a saved dataset is one source, not the files it consists of
-        if _DATASET in files and "state.json" in files:
+        if _DATASET in files and _STATE in files:
             subdirectories.clear()
             if self._is_new(resolved):
                 yield TextSource(
                     folder, name, "dataset", sum((folder / file).stat().st_size for file in files)
                 )
             return
+        if {_DATASET, _STATE} & {*files} and any(file.endswith(".arrow") for file in files):
+            missing = _STATE if _DATASET in files else _DATASET
+            raise ValueError(
+                f"{folder} has .arrow files and no {missing}: it is half of a dataset of save_to_disk, or a cache of "
+                "load_dataset; save it by dataset.save_to_disk(DIRECTORY)"
+            )
         subdirectories[:] = sorted(
             entry for entry in subdirectories if not entry.startswith(".") and entry != "CVS"
         )

@@ -1,7 +1,7 @@
 """Rows of parquet files and saved datasets, as those of JSON lines: chats, prompts with answers, preferences."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from core.datasets.corpus.documents import TextChunk
@@ -10,6 +10,10 @@ from core.datasets.corpus.sources import TextSource
 
 TABLES = ("parquet", "dataset")
 ROWS_AT_ONCE = 512
+
+
+# in the place of a first row that cannot be read
+DAMAGED = object()
 
 
 class DamagedTableError(Exception):
@@ -36,7 +40,10 @@ def numbered_rows_of(source: TextSource) -> Iterator[tuple[int, bytes]]:
 
 
 def first_row_of(source: TextSource) -> Any:
-    """The first row of a file that has rows; None where there is none. ImportError: an extra is missing."""
+    """The first row of a file that has rows; None where there is none, `DAMAGED` where it cannot be read.
+
+    ImportError: an extra is missing.
+    """
     if source.kind == "jsonl":
         return first_row(source.path)
     if source.kind not in TABLES:
@@ -45,13 +52,44 @@ def first_row_of(source: TextSource) -> Any:
         return next((rows[0] for rows, _ in _batches(source) if rows), None)
     except (DamagedTableError, OSError):
         # told when all of it is read
-        return None
+        return DAMAGED
+
+
+def all_hold(sources: Sequence[TextSource], is_one: Callable[[Any], bool], what: str) -> bool:
+    """Whether the first row of each file is one of `what`; files that cannot be read are told later.
+
+    Raises ValueError: that is so for some of the files only.
+    """
+    first_rows = [(source, first_row_of(source)) for source in sources]
+    ours = [source for source, row in first_rows if is_one(row)]
+    others = [source for source, row in first_rows if row is not DAMAGED and not is_one(row)]
+    if ours and others:
+        raise ValueError(
+            f"{len(ours)} of {len(sources)} files hold {what} ({ours[0].path}), {others[0].path} does not; prepare "
+            "them one by one"
+        )
+    return bool(ours)
+
+
+def open_dataset(source: TextSource) -> Any:
+    """A folder of `save_to_disk`. Raises ValueError: half of one, a damaged one. ImportError: an extra is missing."""
+    datasets = import_extra("datasets", source.path)
+    arrow = import_extra("pyarrow", source.path)
+    try:
+        return datasets.load_from_disk(str(source.path))
+    except (OSError, ValueError, KeyError, arrow.ArrowException) as error:
+        # a reason of several lines, or none
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"{source.path} is not all of a dataset of save_to_disk: {reason}; save it again, or copy the rest of "
+            "its files"
+        ) from error
 
 
 def _batches(source: TextSource) -> Iterator[tuple[list[dict[str, Any]], float]]:
     """(a few rows, which share they are of all)."""
     if source.kind == "dataset":
-        dataset = import_extra("datasets", source.path).load_from_disk(str(source.path))
+        dataset = open_dataset(source)
         table_batches = dataset.with_format("arrow").iter(batch_size=ROWS_AT_ONCE)
         for batch in table_batches:
             yield _without_nulls(batch.to_pylist()), len(batch) / max(1, len(dataset))

@@ -127,10 +127,11 @@ def tokenizer_of(file: TokenFile) -> AnyTokenizer:
     return tokenizer
 
 
-def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
+def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer, *, is_fixed: bool = False) -> None:
     """Raise `ValueError` unless `tokenizer` made the file; without a card, unless the ids fit its size.
 
-    Those are the first 2^22 tokens, and 64 blocks spread over the file.
+    Those are the first 2^22 tokens, and 64 blocks spread over the file. is_fixed: it is the model's, no other can be
+    given.
 
     Where documents are closed by an end of text, it must be the tokenizer's.
     """
@@ -153,10 +154,10 @@ def check_tokenizer(file: TokenFile, tokenizer: AnyTokenizer) -> None:
     identity = tokenizer.identity
     expected = file.card.tokenizer
     if identity != expected:
+        remedy = "" if is_fixed else f"give {tokenizer_path(file.prefix)}, or "
         raise ValueError(
             f"{file.prefix}.bin was made by tokenizer {expected[:12]} of {file.card.vocab_size} tokens, this is "
-            f"{identity[:12]} of {tokenizer.vocab_size}; give {tokenizer_path(file.prefix)}, or prepare the text "
-            "again"
+            f"{identity[:12]} of {tokenizer.vocab_size}; {remedy}prepare the text again"
         )
     if file.card.end_of_text not in (None, tokenizer.end_of_text):
         raise ValueError(

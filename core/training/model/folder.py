@@ -88,7 +88,7 @@ def text_rules(
         return
     for file in files:
         try:
-            check_tokenizer(file, made)
+            check_tokenizer(file, made, is_fixed=own is not None)
         except ValueError as error:
             yield False, f"model.huggingface={folder}: {error} ({remedy})"
 
