@@ -350,7 +350,8 @@ def test_a_text_of_another_tokenizer_is_refused(made, tmp_path):
     other.mkdir()
     foreign = prepared(other, files=60)
     fields = fields_of(made, "qwen3", data__train=str(foreign.train), data__valid=str(foreign.valid))
-    with pytest.raises(ValueError, match=r"was made by tokenizer .* --tokenizer .*qwen3/tokenizer\.json"):
+    told = r"was made by tokenizer .*; prepare the text again .*--tokenizer .*qwen3/tokenizer\.json"
+    with pytest.raises(ValueError, match=told):
         RunConfig.from_dict(fields).check(1)
 
 

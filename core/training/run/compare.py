@@ -86,10 +86,21 @@ def comparisons(
         loss_fn: LossFn = next_token_loss
         if run.training.objective == "dpo":
             loss_fn = DPOLoss(run.dpo, single)
-        yield first.against(first_step_alone(full_model, run.training, batches, loss_fn))
+        alone = first_step_alone(full_model, run.training, batches, loss_fn)
+        yield f"{first.against(alone)}{_told_of_dropout(full_model, run)}"
     if run.training.compare_with is not None:
         own_records = [record for record in records if record.step > start]
         yield against_run(own_records, run.training.compare_with)
+
+
+def _told_of_dropout(model: nn.Module, run: RunConfig) -> str:
+    """What explains a difference of another size than rounding's; empty: all ranks drop what one process does."""
+    config = getattr(model, "config", None)
+    of_model = (getattr(config, f"{place}_dropout", 0.0) for place in ("hidden", "attention"))
+    ranks = run.parallel.tensor * run.parallel.context
+    if ranks == 1 or not any((*of_model, run.lora.rank is not None and run.lora.dropout)):
+        return ""
+    return f" (dropout: {ranks} tensor and context ranks draw other masks than one process)"
 
 
 def against_run(records: Sequence[StepRecord], path: str | Path) -> str:
