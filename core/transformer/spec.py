@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from torch import nn
 
@@ -43,6 +43,13 @@ class Build:
             filled_by_model=True,
             fp8=self._fp8,
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Only of what is not here: a part in another library's form is built of the configuration itself."""
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name in TransformerConfig.__dataclass_fields__:
+            text += f": a part is built of a Build, whose config has it: build.config.{name}"
+        raise AttributeError(text)
 
     @property
     def _fp8(self) -> Fp8 | None:
@@ -90,3 +97,11 @@ class TransformerLayerSpec:
     qk_norm: Callable[[Build, int], nn.Module] | None = None
     positions: PositionPart | None = None
     rotary: PositionPart | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Only of what is not here, Megatron's `submodules` for one."""
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name == "submodules":
+            parts = ", ".join(type(self).__dataclass_fields__)
+            text += f": its parts are its own fields ({parts}); dataclasses.replace(spec, mlp=...) swaps one"
+        raise AttributeError(text)

@@ -245,6 +245,48 @@ def test_specs_build_modules():
         build_module(ModuleSpec(nn.Linear))
 
 
+class TheirMLP(nn.Module):
+    """Built and called as Megatron's layers do it."""
+
+    def __init__(self, config, returns_bias=True):
+        super().__init__()
+        self.linear = nn.Linear(config.hidden_size, config.hidden_size, dtype=torch.float64)
+        self.returns_bias = returns_bias
+
+    def forward(self, x):
+        y = F.linear(x, self.linear.weight)
+        return (y, self.linear.bias) if self.returns_bias else (y + self.linear.bias, None)
+
+
+class TheirNorm(nn.LayerNorm):
+    def __init__(self, config, hidden_size, eps):
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+
+
+def test_parts_in_megatrons_form(state):
+    tokens = torch.arange(12).view(2, 6)
+    outputs = []
+    for returns_bias in (True, False):
+        torch.manual_seed(1)
+        mlp = ModuleSpec(TheirMLP, params={"returns_bias": returns_bias})
+        spec = dataclasses.replace(get_gpt_layer_local_spec(), mlp=mlp, norm=ModuleSpec(TheirNorm))
+        model = GPTModel(CONFIG, spec, 50, 8)
+        assert isinstance(model.decoder.final_layernorm, TheirNorm)
+        outputs.append(model(tokens))
+    assert torch.equal(*outputs)
+
+
+def test_parts_that_cannot_be_built_name_the_remedy(state):
+    spec = get_gpt_layer_local_spec()
+    with pytest.raises(ValueError, match=r"TheirMLP\(config, ...\) as an attention: .* attention\(build, spec\)"):
+        GPTModel(CONFIG, dataclasses.replace(spec, attention=ModuleSpec(TheirMLP)), 50, 8)
+    with pytest.raises(AttributeError, match=r"a Build, whose config has it: build.config.hidden_size"):
+        GPTModel(CONFIG, dataclasses.replace(spec, mlp=TheirMLP), 50, 8)
+    with pytest.raises(AttributeError, match=r"'submodules': its parts are its own fields .*replace\("):
+        _ = spec.submodules.mlp
+    assert not hasattr(spec, "nothing")
+
+
 def test_small_things(state):
     class Own(MegatronModule):
         def __init__(self):

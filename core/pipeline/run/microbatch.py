@@ -32,6 +32,11 @@ class StepContext:
     draws: Draws = field(default_factory=Draws)
     forward: int = 0
 
+    def __post_init__(self) -> None:
+        # an optimizer notices whether its scale scales anything: on a rank without a loss this is all that does
+        if isinstance(self.loss_scale, Tensor):
+            object.__setattr__(self, "loss_scale", self.loss_scale.expand(self.loss_scale.shape))
+
 
 @dataclass(eq=False)
 class MicrobatchState:

@@ -2,7 +2,12 @@
 
 from dataclasses import dataclass, field
 from importlib import import_module as load
+from inspect import signature
 from typing import Any
+
+from torch import nn
+
+from core.transformer.spec import Build, TransformerLayerSpec
 
 
 @dataclass
@@ -15,7 +20,43 @@ class ModuleSpec:
     metainfo: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """An instance. As a part of a layer (`replace(spec, mlp=ModuleSpec(MyMLP))`) a class whose first argument is
+        `config` is built of the configuration, and may return (output, bias), which is added.
+
+        Raises ValueError: an attention of that form, whose forward is another here.
+        """
+        if args and isinstance(args[0], Build) and _takes_config(get_module(self)):
+            return self._part(*args)
         return build_module(self, *args, **kwargs)
+
+    def _part(self, build: Build, *more: Any) -> nn.Module:
+        if more and isinstance(more[0], TransformerLayerSpec):
+            raise ValueError(
+                f"{get_module(self).__name__}(config, ...) as an attention: it is called with (hidden states, rotary "
+                "tables, mask) here, and made by attention(build, spec); subclass core.transformer.attention."
+                "self_attention.SelfAttention, or swap core_attention, as examples/custom_layer_spec.py does"
+            )
+        given: dict[str, Any] = {}
+        if more:  # of a norm: its last dim
+            given = {"hidden_size": more[0], "eps": build.config.layernorm_epsilon}
+        part: nn.Module = build_module(self, config=build.config, **given)
+        part.register_forward_hook(_add_bias)
+        return part
+
+
+def _takes_config(module: Any) -> bool:
+    """Whether it is a class in Megatron's form: `__init__(self, config, ...)`."""
+    if not isinstance(module, type):
+        return False
+    return next(iter(signature(module).parameters), None) == "config"
+
+
+def _add_bias(part: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Of (output, bias), which Megatron's layers add with the dropout behind."""
+    if not isinstance(output, tuple):
+        return output
+    x, bias = output
+    return x if bias is None else x + bias
 
 
 def import_module(module_path: tuple[str, str]) -> Any:

@@ -43,6 +43,8 @@ def _reasons_by_field(values: Mapping[str, Any]) -> dict[str, str]:
         reasons["data_parallel.offload_fraction"] = "data_parallel.offload=none"
     if not values["optimizer.skip_grad_norm_above"]:
         reasons["optimizer.skip_window"] = "optimizer.skip_grad_norm_above=0 skips no update"
+    if values["optimizer.lr_warmup_steps"]:
+        reasons["optimizer.lr_warmup_fraction"] = "optimizer.lr_warmup_steps is given"
     if values["data_parallel.zero_stage"] != 3:
         reasons["data_parallel.shard_units"] = "only zero_stage=3 gathers weights by units"
     if values["data.train"]:
