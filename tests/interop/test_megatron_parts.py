@@ -20,8 +20,6 @@ from core.interop.megatron.models.gpt.gpt_model import GPTModel
 from core.interop.megatron.tensor_parallel import random
 from core.interop.megatron.tensor_parallel.mappings import tensor_group
 from core.interop.megatron.transformer import MegatronModule
-from core.interop.megatron.transformer.identity_op import IdentityOp
-from core.interop.megatron.transformer.spec_utils import ModuleSpec, build_module, import_module
 from core.interop.megatron.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from core.interop.megatron.utils import divide, get_model_config, get_pg_rank, get_pg_size, unwrap_model
 from core.models.gpt import GPTModel as Ours
@@ -225,66 +223,6 @@ def test_latent_attention_by_their_names(state):
         GPTModel(config, spec, 50, 8)
     with pytest.raises(ValueError, match=r"multi_latent_attention=False\), and the configuration says .*=True"):
         GPTModel(config, get_gpt_layer_local_spec(), 50, 8, position_embedding_type="rope")
-
-
-def test_specs_build_modules():
-    spec = ModuleSpec(nn.Linear, params={"bias": False})
-    assert build_module(spec, 2, 3).bias is None and build_module(nn.Identity)(1) == 1
-    assert isinstance(build_module(ModuleSpec(("torch.nn", "Linear")), 2, 3), nn.Linear)
-    assert build_module(ModuleSpec(IdentityOp), 1, size=3)(7) == 7 and build_module(F.gelu) is F.gelu
-
-    class Part(nn.Module):
-        def __init__(self, size, submodules):
-            super().__init__()
-            self.inner = build_module(submodules["inner"], size, size)
-
-    assert build_module(ModuleSpec(Part, submodules={"inner": nn.Linear}), 4).inner.in_features == 4
-    with pytest.raises(ImportError, match=r"torch\.nn has no 'Nothing'"):
-        import_module(("torch.nn", "Nothing"))
-    with pytest.raises(TypeError, match="when instantiating Linear"):
-        build_module(ModuleSpec(nn.Linear))
-
-
-class TheirMLP(nn.Module):
-    """Built and called as Megatron's layers do it."""
-
-    def __init__(self, config, returns_bias=True):
-        super().__init__()
-        self.linear = nn.Linear(config.hidden_size, config.hidden_size, dtype=torch.float64)
-        self.returns_bias = returns_bias
-
-    def forward(self, x):
-        y = F.linear(x, self.linear.weight)
-        return (y, self.linear.bias) if self.returns_bias else (y + self.linear.bias, None)
-
-
-class TheirNorm(nn.LayerNorm):
-    def __init__(self, config, hidden_size, eps):
-        super().__init__(hidden_size, eps, dtype=config.params_dtype)
-
-
-def test_parts_in_megatrons_form(state):
-    tokens = torch.arange(12).view(2, 6)
-    outputs = []
-    for returns_bias in (True, False):
-        torch.manual_seed(1)
-        mlp = ModuleSpec(TheirMLP, params={"returns_bias": returns_bias})
-        spec = dataclasses.replace(get_gpt_layer_local_spec(), mlp=mlp, norm=ModuleSpec(TheirNorm))
-        model = GPTModel(CONFIG, spec, 50, 8)
-        assert isinstance(model.decoder.final_layernorm, TheirNorm)
-        outputs.append(model(tokens))
-    assert torch.equal(*outputs)
-
-
-def test_parts_that_cannot_be_built_name_the_remedy(state):
-    spec = get_gpt_layer_local_spec()
-    with pytest.raises(ValueError, match=r"TheirMLP\(config, ...\) as an attention: .* attention\(build, spec\)"):
-        GPTModel(CONFIG, dataclasses.replace(spec, attention=ModuleSpec(TheirMLP)), 50, 8)
-    with pytest.raises(AttributeError, match=r"a Build, whose config has it: build.config.hidden_size"):
-        GPTModel(CONFIG, dataclasses.replace(spec, mlp=TheirMLP), 50, 8)
-    with pytest.raises(AttributeError, match=r"'submodules': its parts are its own fields .*replace\("):
-        _ = spec.submodules.mlp
-    assert not hasattr(spec, "nothing")
 
 
 def test_small_things(state):

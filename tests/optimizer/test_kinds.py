@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from core.autograd import NullGradSync
 from core.optimizer import (
     OptimizerConfig,
     ShardedAdamW,
@@ -18,18 +17,11 @@ from core.optimizer import (
 )
 from core.optimizer.config import OPTIMIZERS
 from core.optimizer.step.loss_scale import LossScale
-from core.pipeline.run.microbatch import StepContext
 from core.pipeline.run.step import scale_like
 from tests.optimizer.fake_shard import FakeShard
 from tests.optimizer.test_sharded import ALONE, CONFIG, Net, equal, flat, give, plain
 
 CPU = torch.device("cpu")
-
-
-def test_a_rank_of_a_pipeline_without_a_loss_is_not_told_that_nothing_was_scaled():
-    scale = LossScale(8.0, 4, CPU)
-    step = StepContext(0, 0, [], None, NullGradSync(), loss_scale=scale.read())
-    assert scale.multiplied and float(step.loss_scale) == float(scale.divisor()) == 8.0
 
 
 def torch_step(model, optimizer, step, clip):
