@@ -5,6 +5,7 @@ import json
 import math
 import struct
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,6 +119,8 @@ def test_validations_are_rows_of_their_own_and_the_best_is_marked(tmp_path):
     resumed = MetricsLog(tmp_path, start=2)
     assert [r.step for r in resumed.validations] == [1, 2]
     assert not resumed.add_validation(validation(3, 1.2)).best, "step 2 was lower"
+    of_other_data = replace(validation(4, 1.3), tokens=12)
+    assert resumed.add_validation(of_other_data).best, "step 2 was of another text"
     assert validation(200, 5.0771, best=True).line(200) == (
         "step   200/200 | validation 2.5385 bits per byte | perplexity 160.3 | best"
     )

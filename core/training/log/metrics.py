@@ -315,7 +315,7 @@ class MetricsLog:
 
     def add_validation(self, record: ValidationRecord) -> ValidationRecord:
         """The same of a validation; the record, with `best` as all of its text so far say."""
-        best = best_of(self.validations, record.name)
+        best = best_of(self.validations, record)
         record = replace(record, best=best is None or record.loss < best.loss)
         self.validations.append(record)
         self._write(record)

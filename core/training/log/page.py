@@ -187,9 +187,9 @@ def _figure_tiles(
     last = records[-1]
     bits = _bits_factor(bytes_per_token)
     for name in dict.fromkeys(record.name for record in validations):
-        best = best_of(validations, name)
-        assert best is not None
         newest = [record for record in validations if record.name == name][-1]
+        best = best_of(validations, newest)
+        assert best is not None
         if newest.step == best.step:
             told = "the best"
         else:

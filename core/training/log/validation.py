@@ -119,10 +119,10 @@ def perplexity(loss: float) -> float:
     return math.inf
 
 
-def best_of(records: Sequence[ValidationRecord], name: str) -> ValidationRecord | None:
-    """The lowest loss of a text so far."""
+def best_of(records: Sequence[ValidationRecord], like: ValidationRecord) -> ValidationRecord | None:
+    """The lowest loss so far of the text that `like` is of; of as many tokens: data may have been changed."""
     return min(
-        (r for r in records if r.name == name),
+        (r for r in records if (r.name, r.tokens) == (like.name, like.tokens)),
         key=lambda r: (r.loss != r.loss, r.loss),
         default=None,
     )
