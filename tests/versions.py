@@ -64,8 +64,8 @@ def tried(torch: str, python: str) -> tuple[str, bool]:
 
 def _summary(output: str) -> str:
     """`812 passed, 3 skipped` by the characters of pytest's dots, as quiet runs print no last line."""
-    counts = {"passed": 0, "failed": 0, "skipped": 0, "errors": 0}
-    names = {".": "passed", "F": "failed", "s": "skipped", "E": "errors"}
+    counts = {"passed": 0, "failed": 0, "skipped": 0, "errors": 0, "known not to": 0}
+    names = {".": "passed", "F": "failed", "s": "skipped", "E": "errors", "x": "known not to"}
     for line in output.splitlines():
         dots, _, percent = line.rpartition("[")
         if percent.endswith("%]") and set(dots.strip()) <= set(names):
