@@ -81,3 +81,11 @@ def test_names_of_one_pipeline_are_told(ranks, made, program, tmp_path):
     )
     with pytest.raises(ValueError, match=told):
         trained(run_of(made, tmp_path, "nameless:build", 3), program)
+
+
+def test_sizes_that_nobody_gave_are_there_in_build(made, program, tmp_path):
+    """As --explain shows them; they were None."""
+    sizes = ("model.num_layers", "model.hidden_size", "model.num_attention_heads", "model.ffn_hidden_size")
+    fields = run_of(made, tmp_path, "mine:build", 1) | {"checkpoint.directory": None}
+    model, *_ = initialize(config=RunConfig.from_dict({n: v for n, v in fields.items() if n not in sizes}))
+    assert len(model.module.layers) == 4 and model.module.layers["0"].up.in_features == 192

@@ -65,7 +65,7 @@ WRONG = [
     (
         {"optimizer": {"lr_schedule_options": [1]}},
         1,
-        "lr_schedule_options=[1] is a list, a table of texts and numbers",
+        "lr_schedule_options=[1] is a list, a table of texts and numbers (of a flag: NAME VALUE NAME VALUE ...)",
     ),
     ({"model": {"style": "bert"}}, 1, "model: unknown style 'bert'; known: llama, gpt2"),
     ({"model": {"bf16": True, "fp16": True}}, 1, "model: bf16 and fp16 are 2 dtypes for one model; give one of them"),

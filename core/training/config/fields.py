@@ -24,7 +24,7 @@ _NEEDED = {
     "flag": "true or false (no quotes)",
     "text": "a text",
     "texts": "a list of texts",
-    "table": "a table of texts and numbers",
+    "table": "a table of texts and numbers (of a flag: NAME VALUE NAME VALUE ...)",
 }
 
 

@@ -196,7 +196,7 @@ def _figure_tiles(
             told = f"best {best.figure[0]:.3f} at step {best.step:,}"
         value, unit = newest.figure
         yield tile(name, f"{value:.3f}", f"{unit}, {told}")
-    more = "" if bits is None else f", {last.loss * bits:.3f} bits per byte"
+    more = "" if bits is None else f", about {last.loss * bits:.3f} bits per byte"
     per = "pair" if last.rewards else "token"
     yield tile("training loss", f"{last.loss:.4f}", f"nats per {per}{more}")
     yield tile("last gradient norm", f"{last.grad_norm:.3g}", "before clipping")

@@ -289,6 +289,12 @@ class ModelConfig:
             **model_facts.transformer_arguments(vars(self)), params_dtype=self.dtype, **self._fp8
         )
 
+    def with_defaults(self) -> "ModelConfig":
+        """With every fact that a preset, the style or a small Llama says, where nobody gave it."""
+        facts = model_facts.plain(vars(self))
+        missing = {name: value for name, value in facts.items() if getattr(self, name) is None}
+        return replace(self, **missing)
+
     @property
     def layers(self) -> int:
         """Transformer layers of the whole model."""

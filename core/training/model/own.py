@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,9 @@ def own_stages(run: "RunConfig", tokens: int, ps: ParallelState) -> dict[int, nn
     with seeded(torch.device("cpu"), run.model.seed):
         build = function_of(name)
         _refuse_other_arguments(name, build)
-        built = build(run, run.model.vocabulary(tokens), ps)
+        # with the sizes that nobody gave, which --explain shows
+        filled_run = replace(run, model=run.model.with_defaults())
+        built = build(filled_run, run.model.vocabulary(tokens), ps)
     modules = dict(built) if isinstance(built, Mapping) else {0: built}
     if strange := [module for module in modules.values() if not isinstance(module, nn.Module)]:
         raise ValueError(

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor, nn
 
 from core.datasets import (
@@ -30,8 +31,9 @@ from core.pipeline.run.arguments import forward_arguments
 from core.training.config import DataConfig, TrainingConfig
 from core.training.log.validation import MAIN
 
-# of each text, to estimate its bytes per token
-_SAMPLED_TOKENS = 1 << 18
+# of each text, to estimate its bytes per token: pieces all over it, as it may change from place to place
+_SAMPLED_PIECES = 64
+_PIECE_TOKENS = 1 << 12
 _ALL_BATCHES = 1 << 62
 
 # weight in the blend (None: its number of tokens), text
@@ -206,7 +208,7 @@ class Corpus:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Of the training text, estimated from its first tokens; it turns a loss in nats per token into bits per
+        """Of the training text, estimated from pieces all over it; it turns a loss in nats per token into bits per
         byte.
 
         Of a blend, weighted by how often a text is drawn; 0 of preferences, whose loss is of pairs.
@@ -215,7 +217,7 @@ class Corpus:
             return 0.0
         weighted_bytes = total_weight = 0.0
         for blend_weight, source in self.train_parts:
-            tokens = source.tokens(0, min(source.num_tokens, _SAMPLED_TOKENS))
+            tokens = _pieces(source)
             weight = blend_weight
             if weight is None:  # drawn in proportion to its tokens
                 weight = source.num_tokens
@@ -288,6 +290,15 @@ class Corpus:
         if len(weighted_batches) == 1:
             return weighted_batches[0][1]
         return BlendedBatches(parts=weighted_batches, global_batch_size=rows, seed=data.seed)
+
+
+def _pieces(source: TokenSource) -> Array:
+    """Tokens of pieces that lie evenly over the text; all of a short one."""
+    total = source.num_tokens
+    if total <= _SAMPLED_PIECES * _PIECE_TOKENS:
+        return source.tokens(0, total)
+    starts = [n * (total - _PIECE_TOKENS) // (_SAMPLED_PIECES - 1) for n in range(_SAMPLED_PIECES)]
+    return np.concatenate([source.tokens(start, start + _PIECE_TOKENS) for start in starts])
 
 
 def file_hash(source: TokenSource) -> str:
