@@ -19,7 +19,7 @@ from core.parallel_state.collectives import Group, all_gather, all_reduce, reduc
 from core.parallel_state.layout import true_part
 from core.tensor_parallel.differences import compare_copied, compare_gradients
 from core.tensor_parallel.reduced_by_hand import ReducedByHand
-from core.tensor_parallel.summed_gradients import is_added_up
+from core.tensor_parallel.summed_gradients import counted_once
 
 
 def sequence_shard(x: Tensor, group: Group) -> Tensor:
@@ -225,7 +225,7 @@ class _CountedOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return (gradient / ctx.ranks if is_added_up(ctx.weight) else gradient), None
+        return counted_once(ctx.weight, gradient, ctx.ranks), None
 
 
 @outside_graphs

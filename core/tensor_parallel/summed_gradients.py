@@ -1,7 +1,7 @@
 """Gradients of replicated parameters that tensor ranks have parts of: modules of a program's own on its own rows."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +34,21 @@ def sum_gradient_in_backward(parameter: Parameter, group: Group | None) -> None:
 
 def is_added_up(parameter: Parameter) -> bool:
     """Whether its whole gradient, that of reads beside its module too, is summed over the tensor ranks."""
-    if "tp" not in layout_of(parameter).partial:
-        return False
+    is_partial = "tp" in layout_of(parameter).partial
+    return is_partial and (has_main_grad(parameter) or _hook_of(parameter) is not None)
+
+
+def counted_once(parameter: Parameter, gradient: Tensor, ranks: int) -> Tensor:
+    """Of a read of the whole parameter, alike on each rank: what is to be added to its gradient."""
+    hook = _hook_of(parameter)
+    if hook is not None:
+        return hook.count_once(gradient)
+    return gradient / ranks if has_main_grad(parameter) else gradient
+
+
+def _hook_of(parameter: Parameter) -> "_SumGradientHook | None":
     hooks = (parameter._backward_hooks or {}).values()
-    return has_main_grad(parameter) or any(isinstance(hook, _SumGradientHook) for hook in hooks)
+    return next((hook for hook in hooks if isinstance(hook, _SumGradientHook)), None)
 
 
 class Penalties:
@@ -54,8 +65,9 @@ class Penalties:
         name = next((name for name, p in named if p is heard.parameter), "a parameter")
         shape = list(heard.parameter.shape)
 
-        # without `heard`, which holds the number whose hook it is
-        def tell(gradient: Tensor) -> None:
+        hook = _hook_of(heard.parameter)
+
+        def tell() -> None:
             if not self._told:
                 self._told = True
                 warnings.warn(
@@ -65,7 +77,14 @@ class Penalties:
                     stacklevel=2,
                 )
 
-        heard.result.register_hook(tell)
+        # without `heard`, which holds the number whose hook it is
+        def reached(gradient: Tensor) -> None:
+            if hook is None or hook.owner_sums:
+                tell()
+            else:
+                hook.before_sum = tell
+
+        heard.result.register_hook(reached)
 
 
 class _SumGradientHook:
@@ -79,26 +98,46 @@ class _SumGradientHook:
         self._group = group
         self._calls = 0
         # an owner that was there before has read the layout
-        self._owner_sums = not has_main_grad(parameter)
+        self._may_be_owners = not has_main_grad(parameter)
         # None: not known yet
         self._is_whole: bool | None = None
         # of this rank's gradient, before the sum: zeros until there is one that can be judged
         self.numbers = torch.zeros(2, dtype=torch.float64)
+        # of the backward under way: what reads of the whole have added, and who wants to know that it sums
+        self._counted: Tensor | None = None
+        self.before_sum: Callable[[], None] | None = None
+
+    @property
+    def owner_sums(self) -> bool:
+        """Whether somebody else adds the gradient up, all of it, once per step."""
+        return self._may_be_owners and has_main_grad(self._parameter)
+
+    def count_once(self, gradient: Tensor) -> Tensor:
+        """Before a call: what is added to the gradient that it will be given."""
+        part = gradient / self._group.size if self.owner_sums else gradient
+        self._counted = part if self._counted is None else self._counted + part
+        return part
 
     def __call__(self, gradient: Tensor) -> Tensor | None:
         self._calls += 1
+        counted, self._counted = self._counted, None
+        before_sum, self.before_sum = self.before_sum, None
+        own = gradient if counted is None else gradient - counted
         # in those backwards that a `SplitWatch` asks after
         if not self._calls & (self._calls - 1):
-            self.numbers = _numbers_of(gradient.detach())
-        if self._owner_sums and has_main_grad(self._parameter):
+            self.numbers = _numbers_of(own.detach())
+        if self.owner_sums:
             return None
         if self._is_whole is None:
-            numbers = all_gather(_numbers_of(gradient.detach())[None], self._group)
+            numbers = all_gather(_numbers_of(own.detach())[None], self._group)
             self._is_whole = _are_alike(numbers) if bool(numbers[:, 0].all()) else None
         if self._is_whole:
             self.numbers.zero_()
             return None
-        return all_reduce(gradient.clone(memory_format=torch.contiguous_format), self._group)
+        if before_sum is not None:
+            before_sum()
+        total = all_reduce(own.clone(memory_format=torch.contiguous_format), self._group)
+        return total if counted is None else total + counted
 
 
 def _numbers_of(gradient: Tensor) -> Tensor:

@@ -45,6 +45,8 @@ def trained(how, owner, tp):
     model = GPTModel(config, llama_spec(), VOCAB, S, parallel=ps, seed=1)
     layer = model.decoder.layers["0"]
     layer.input_layernorm = Scaled(layer.input_layernorm)
+    # used in the loss alone
+    model.weights = nn.Parameter(torch.tensor([0.3, -0.2], dtype=torch.float64))
     wrapped = DataParallel(model, ps, zero_stage=0) if owner else None
     parameters = [p for p in model.parameters()]
     names = [name for name, _ in model.named_parameters()]
@@ -53,6 +55,7 @@ def trained(how, owner, tp):
         warnings.simplefilter("always")
         for _ in range(2):
             loss = model(tokens[:, :-1], labels=tokens[:, 1:]).mean()
+            loss = loss * model.weights[0].exp() + model.weights.sum().square()
             for p in parameters:
                 loss = loss + DECAY * penalty_of(p, how, ps)
             loss.backward()
