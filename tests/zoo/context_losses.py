@@ -341,7 +341,7 @@ CASES = [
         "a multiplier made of `float(penalty.mean())`",
         by(adapted),
         "told",
-        "Python numbers that differ between context ranks",
+        "Python numbers, or one for each sequence, that differ between context ranks",
         "`all_reduce` before",
     ),
     Case("the same by all ranks' mean", by(lambda p: guarded(p, mean_of_ranks))),

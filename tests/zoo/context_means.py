@@ -206,6 +206,21 @@ CASES = [
         "`losses.mean(1)`, or times the context ranks",
     ),
     Case(
+        "sequences dropped by `torch.rand(b, 1)` of a seed for each rank (DropPath)",
+        by(lambda p: (p.losses() * kept_sequences(p.ps.index("cp"))).mean()),
+        "told",
+        "one for each sequence, that differ between context ranks",
+        "a seed of the data rank",
+    ),
+    Case(
+        "sequences dropped by one seed",
+        by(lambda p: (p.losses() * kept_sequences(0)).mean()),
+    ),
+    Case(
+        "`F.kl_div(student, teacher, reduction='batchmean') * T * T` of flat rows",
+        by(lambda p: F.kl_div(flat_logs(p) / 2, torch.full((), 1.0 / VOCAB), reduction="batchmean") * 4),
+    ),
+    Case(
         "`(losses.sum() + squares.sum()) / labels.numel()`",
         by(lambda p: two_sums(p.losses()) / p.labels.numel()),
     ),
@@ -228,7 +243,7 @@ CASES = [
         "tokens above a percentile of numpy's (Rho-1)",
         by(lambda p: ((x := p.losses()) * (x.detach() > float(np.percentile(x.detach().numpy(), 60)))).mean()),
         "told",
-        "Python numbers that differ between context ranks",
+        "Python numbers, or one for each sequence, that differ between context ranks",
         "a threshold of all rows, by `all_gather`",
     ),
     told("class weights by `w.view(-1) @ losses.view(-1) / w.sum()`", lambda p: by_class(p, torch.matmul), HEARD),
@@ -268,6 +283,14 @@ CASES = [
         by(lambda p: MaskedMean.apply(p.losses(), cut(p, torch.ones(2, S).double()))),
     ),
 ]
+
+
+def kept_sequences(seed):
+    return (torch.rand(2, 1, generator=torch.Generator().manual_seed(7 + seed)) > 0.4).double() / 0.6
+
+
+def flat_logs(program):
+    return program.logits().flatten(0, 1).log_softmax(-1)
 
 
 def two_sums(losses):

@@ -56,12 +56,15 @@ class RowFactors:
         self._of_tables = torch.zeros(NUM_TABLES, dtype=torch.float64, device=device)
         self._count = 0
         self._of_scalars = 0.0
+        # of numbers that each sequence, or class, has one of
+        self._of_sequences = torch.zeros((), dtype=torch.float64, device=device)
         self._scalars = 0
 
     @property
     def numbers(self) -> Tensor:
         """[2 + 3 * MAX_FACTORS], to be compared by `told_of_scalars` and `told_of_factors`."""
         scalars = self.of_tensors.new_tensor([self._of_scalars, self._scalars])
+        scalars[0] += self._of_sequences
         return torch.cat((scalars, self.of_tensors))
 
     @property
@@ -102,7 +105,10 @@ class RowFactors:
                 dim = None
             else:
                 dim = next((d for d, n in enumerate(factor.shape) if n > 1 and n in sizes), None)
-            if dim is not None:
+            if dim is None and name in _WEIGHTS and factor.numel() > 1:
+                self._scalars += 1
+                self._of_sequences += self._scalars * fingerprint(factor.double()).sum()
+            elif dim is not None:
                 first = _NUMBERS * self._count
                 values = factor.double()
                 varies = (factor != factor.narrow(dim, 0, 1)).any()
@@ -128,8 +134,8 @@ def told_of_scalars(scalars: Tensor) -> str:
     if bool((counts != counts[0]).any()) or torch.allclose(sums, sums[:1], rtol=1e-9, atol=0):
         return ""
     return (
-        "losses are multiplied by, divided by or compared with Python numbers that differ between context ranks, as "
-        "`loss.item()` and percentiles of a rank's own rows do"
+        "losses are multiplied by, divided by or compared with Python numbers, or one for each sequence, that differ "
+        "between context ranks, as `loss.item()`, percentiles of a rank's own rows and a seed for each rank make them"
     )
 
 

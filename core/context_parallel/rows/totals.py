@@ -199,7 +199,10 @@ def summed_rows(name: str, args: tuple, kwargs: dict[str, Any]) -> float:
     )
     if name == "kl_div":  # of distributions over the last dim
         rows = x.numel() / x.shape[-1]
-        return rows / x.shape[0] if reduction == "batchmean" else rows
+        if reduction != "batchmean":
+            return rows
+        # of [n, classes] it is a mean of rows
+        return rows / x.shape[0] if x.dim() > 2 else 0
     if target.is_floating_point():
         return float(target.numel())
     # labels that are not left out
