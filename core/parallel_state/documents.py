@@ -7,14 +7,9 @@ from torch import Tensor
 
 
 def mark_documents(batch: Mapping[str, Any]) -> None:
-    """Of a batch with `document_begin`. A copy of its tokens does not remember."""
+    """`tokens.of_documents`, of a batch with `document_begin`. A copy of its tokens does not remember."""
     begin = batch.get("document_begin")
     tokens = batch.get("tokens", batch.get("input_ids"))
     # on an accelerator nobody waits for a look
     if isinstance(begin, Tensor) and (begin.device.type != "cpu" or bool(begin.any())):
         tokens.of_documents = True
-
-
-def holds_documents(tokens: Any) -> bool:
-    """Whether these are a batch's, whose rows hold several documents."""
-    return getattr(tokens, "of_documents", False)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from core.parallel_state import ContextRows, ParallelState
 from core.parallel_state.collectives import Group, all_gather, all_gather_objects
-from core.parallel_state.documents import holds_documents
 from core.parallel_state.value_range import check_range
 
 # bytes of a message that context ranks tell each other
@@ -267,7 +266,8 @@ class FirstInputs:
     ) -> None:
         """Warns: labels that are the tokens, a mask that lets tokens see later ones, documents without their mask."""
         is_masked = packed or attention_mask is not None or self._told_of_documents
-        if not is_masked and holds_documents(tokens):
+        # without a call: each token of a generation comes here
+        if not is_masked and getattr(tokens, "of_documents", False):
             self._told_of_documents = True
             warnings.warn(
                 "the batch of these tokens has a document_begin, which the model was not given: a token attends to "
