@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from core.elsewhere import TORCHTITAN
+from core.elsewhere import ELSEWHERE, REMARKS, TORCHTITAN
 from core.interop.deepspeed import keys as deepspeed_keys
 from core.training.config.run import PARTS, known_fields
 
@@ -82,3 +82,12 @@ def test_every_feature_that_works_names_a_proof_that_is_there_and_the_counts_are
         assert set(fields) <= known_fields().keys()
     counts = [sum(state == letter for state, *_ in features) for letter in "WPM"]
     assert f"Of 61 rows {counts[0]} work, {counts[1]} do partly, {counts[2]} are missing" in FEATURES
+
+
+def test_names_of_lightnings_trainer_are_answered():
+    """The page says that a run does; those of calls, `ModelCheckpoint(save_top_k)`, stand in brackets."""
+    text = " ".join(name for left, _ in rows("Lightning") for name in left)
+    named = {"gradient_clip_val", "log_every_n_steps", "strategy", "save_top_k", "monitor", "overfit_batches"}
+    assert named <= set(re.findall(r"\w+", text))
+    for name in named | {"limit_val_batches", "accumulate_grad_batches"}:
+        assert ELSEWHERE.get(name) in known_fields() or name in REMARKS, name

@@ -10,6 +10,8 @@ def mark_documents(batch: Mapping[str, Any]) -> None:
     """`tokens.of_documents`, of a batch with `document_begin`. A copy of its tokens does not remember."""
     begin = batch.get("document_begin")
     tokens = batch.get("tokens", batch.get("input_ids"))
+    if not (isinstance(begin, Tensor) and isinstance(tokens, Tensor)):
+        return
     # on an accelerator nobody waits for a look
-    if isinstance(begin, Tensor) and (begin.device.type != "cpu" or bool(begin.any())):
-        tokens.of_documents = True
+    if begin.device.type != "cpu" or bool(begin.any()):
+        tokens.of_documents = True  # type: ignore[attr-defined]

@@ -98,7 +98,7 @@ class _SumGradientHook:
         self._group = group
         self._calls = 0
         # an owner that was there before has read the layout
-        self._may_be_owners = not has_main_grad(parameter)
+        self._owner_may_sum = not has_main_grad(parameter)
         # None: not known yet
         self._is_whole: bool | None = None
         # of this rank's gradient, before the sum: zeros until there is one that can be judged
@@ -110,7 +110,7 @@ class _SumGradientHook:
     @property
     def owner_sums(self) -> bool:
         """Whether somebody else adds the gradient up, all of it, once per step."""
-        return self._may_be_owners and has_main_grad(self._parameter)
+        return self._owner_may_sum and has_main_grad(self._parameter)
 
     def count_once(self, gradient: Tensor) -> Tensor:
         """Before a call: what is added to the gradient that it will be given."""

@@ -251,13 +251,6 @@ def wrap(ddp=None):
     return DistributedDataParallel(a_config(), DistributedDataParallelConfig(**(ddp or {})), build(a_config()))
 
 
-@pytest.fixture
-def state():
-    mpu.destroy_model_parallel()
-    yield mpu.initialize_model_parallel(1, 1)
-    mpu.destroy_model_parallel()
-
-
 @pytest.mark.parametrize(
     "of, words",
     [

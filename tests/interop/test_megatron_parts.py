@@ -33,13 +33,6 @@ from tests.parity.whole import assert_same, whole_gradients
 CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, params_dtype=torch.float64)
 
 
-@pytest.fixture
-def state():
-    mpu.destroy_model_parallel()
-    yield mpu.initialize_model_parallel()
-    mpu.destroy_model_parallel()
-
-
 class MLP(nn.Module):
     """In Megatron's words."""
 

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from core.interop.megatron import mpu
 from core.interop.megatron.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from core.interop.megatron.models.gpt.gpt_model import GPTModel
 from core.interop.megatron.transformer.identity_op import IdentityOp
@@ -15,13 +14,6 @@ from core.interop.megatron.transformer.spec_utils import ModuleSpec, build_modul
 from core.interop.megatron.transformer.transformer_config import TransformerConfig
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, params_dtype=torch.float64)
-
-
-@pytest.fixture
-def state():
-    mpu.destroy_model_parallel()
-    yield mpu.initialize_model_parallel()
-    mpu.destroy_model_parallel()
 
 
 def test_specs_build_modules():
@@ -69,6 +61,7 @@ def test_parts_in_megatrons_form(state):
         spec = dataclasses.replace(get_gpt_layer_local_spec(), mlp=mlp, norm=ModuleSpec(TheirNorm))
         model = GPTModel(CONFIG, spec, 50, 8)
         assert isinstance(model.decoder.final_layernorm, TheirNorm)
+        assert model.decoder.layers["0"].mlp.linear.bias.any(), "what is not added must be seen"
         outputs.append(model(tokens))
     assert torch.equal(*outputs)
 

@@ -8,7 +8,8 @@ import torch
 from core.datasets.packing import Packing
 from core.models.gpt import GPTModel, llama_config, llama_spec
 from core.parallel_state import ParallelState, context_batch
-from core.training.run.loader import moved_to
+from core.training.run.loader import Loader, moved_to
+from tests.states import state
 
 S, VOCAB, END = 8, 40, 39
 
@@ -52,3 +53,28 @@ def test_a_mask_is_not(call):
 
 def test_rows_of_one_document_are_not():
     assert heard(lambda model, batch: model(batch["tokens"]), documents=False) == []
+
+
+class Batches:
+    def batch(self, step, rank=0, size=1):
+        packing = Packing(end_of_text=END, reset_attention_mask=True)
+        tokens = torch.full((2, S), END)
+        return packing.batch(tokens, tokens.clone())
+
+
+def test_microbatches_remember():
+    loader = Loader(Batches(), ParallelState.single("cpu"), train_steps=1, microbatches=2)
+    assert [microbatch["tokens"].of_documents for microbatch in loader.microbatches()] == [True, True]
+
+
+def of_documents():
+    return context_batch(Batches().batch(0), state(cp=2))["tokens"].of_documents
+
+
+def test_rows_of_a_context_rank_remember(ranks):
+    assert ranks(of_documents, world=2) == [True, True]
+
+
+def test_a_batch_of_other_names_passes():
+    moved = moved_to(torch.device("cpu"))({"mine": torch.ones(1, 2), "document_begin": torch.ones(1, 2)})
+    assert set(moved) == {"mine", "document_begin"}

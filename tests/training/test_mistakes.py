@@ -296,6 +296,11 @@ def test_settings_without_effect_are_told():
         "checkpoint.keep_last=9 has no effect: without checkpoint.directory nothing is saved",
     ]
     assert load_run(["--parallel.pipeline", "2", "--pipeline.schedule", "zb-v"]).unused() == []
+    steps, share = ["--optimizer.lr-warmup-steps", "10"], ["--optimizer.lr-warmup-fraction", "0.3"]
+    assert load_run([*steps, *share]).unused() == [
+        "optimizer.lr_warmup_fraction=0.3 has no effect: optimizer.lr_warmup_steps is given"
+    ]
+    assert load_run(steps).unused() == load_run(share).unused() == []
     (told,) = load_run(["--lora.alpha", "32"]).unused()
     assert (
         told.startswith("lora.alpha=32.0 has no effect: without lora.rank") and "all of the model is trained" in told

@@ -206,14 +206,14 @@ CASES = [
         "`losses.mean(1)`, or times the context ranks",
     ),
     Case(
-        "sequences dropped by `torch.rand(b, 1)` of a seed for each rank (DropPath)",
+        "losses of sequences dropped by `torch.rand(b, 1)` of a seed for each rank",
         by(lambda p: (p.losses() * kept_sequences(p.ps.index("cp"))).mean()),
         "told",
         "one for each sequence, that differ between context ranks",
         "a seed of the data rank",
     ),
     Case(
-        "sequences dropped by one seed",
+        "losses of sequences dropped by one seed",
         by(lambda p: (p.losses() * kept_sequences(0)).mean()),
     ),
     Case(

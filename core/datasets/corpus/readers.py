@@ -42,9 +42,9 @@ def read_chunks(
 
     documents: what a document is in a text file: `file`, `paragraph` (between blank lines) or `line`; a `file` of
     more than 64 MB is several. Of a damaged compressed file, the whole documents (of kind `file`: lines) up to the
-    damage are read. Whatever cannot be read is counted in `skipped`, by reason. rows: of tables all columns, as JSON
-    lines; else those of `text_key`.
-    Raises `ImportError` with the remedy: a source that needs an extra.
+    damage are read. Whatever cannot be read is counted in `skipped`, by reason; the first few are told. rows: of
+    tables all columns, as JSON lines; else those of `text_key`.
+    Raises `ImportError` with the remedy: a source that needs an extra. ValueError: half of a saved dataset.
     """
     for source in sources:
         try:

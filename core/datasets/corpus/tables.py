@@ -10,8 +10,6 @@ from core.datasets.corpus.sources import TextSource
 
 TABLES = ("parquet", "dataset")
 ROWS_AT_ONCE = 512
-
-
 # in the place of a first row that cannot be read
 DAMAGED = object()
 
@@ -42,7 +40,7 @@ def numbered_rows_of(source: TextSource) -> Iterator[tuple[int, bytes]]:
 def first_row_of(source: TextSource) -> Any:
     """The first row of a file that has rows; None where there is none, `DAMAGED` where it cannot be read.
 
-    ImportError: an extra is missing.
+    ValueError: half of a saved dataset. ImportError: an extra is missing.
     """
     if source.kind == "jsonl":
         return first_row(source.path)

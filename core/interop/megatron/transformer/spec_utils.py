@@ -32,8 +32,8 @@ class ModuleSpec:
     def _part(self, build: Build, *more: Any) -> nn.Module:
         if more and isinstance(more[0], TransformerLayerSpec):
             raise ValueError(
-                f"{get_module(self).__name__}(config, ...) as an attention: it is called with (hidden states, rotary "
-                "tables, mask) here, and made by attention(build, spec); subclass core.transformer.attention."
+                f"{get_module(self).__name__}(config, ...) as an attention: it is called with (hidden states, mask, "
+                "rotary tables) here, and made by attention(build, spec); subclass core.transformer.attention."
                 "self_attention.SelfAttention, or swap core_attention, as examples/custom_layer_spec.py does"
             )
         given: dict[str, Any] = {}

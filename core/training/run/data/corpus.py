@@ -208,22 +208,28 @@ class Corpus:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """Of the training text, estimated from pieces all over it; it turns a loss in nats per token into bits per
-        byte.
+        """Of the training text; it turns a loss in nats per token into bits per byte.
 
+        Of a prepared file, or a split of it, as its card says of all; without a card, of pieces all over the text.
         Of a blend, weighted by how often a text is drawn; 0 of preferences, whose loss is of pairs.
         """
         if self.holds_preferences:
             return 0.0
         weighted_bytes = total_weight = 0.0
         for blend_weight, source in self.train_parts:
-            tokens = _pieces(source)
             weight = blend_weight
             if weight is None:  # drawn in proportion to its tokens
                 weight = source.num_tokens
-            weighted_bytes += weight * (len(self._decode(tokens)) / len(tokens))
+            weighted_bytes += weight * self._bytes_per_token(source)
             total_weight += weight
         return weighted_bytes / total_weight
+
+    def _bytes_per_token(self, source: TokenSource) -> float:
+        card = _file_of(source).card
+        if card is not None:
+            return card.text_bytes / card.tokens
+        tokens = _pieces(source)
+        return len(self._decode(tokens)) / len(tokens)
 
     def prompt(self, length: int = 16) -> list[int]:
         """The first tokens of the validation text, or else of the training text: what a sample continues."""
@@ -301,10 +307,16 @@ def _pieces(source: TokenSource) -> Array:
     return np.concatenate([source.tokens(start, start + _PIECE_TOKENS) for start in starts])
 
 
-def file_hash(source: TokenSource) -> str:
-    """Of the file behind a text: equal for a copy, different for another text of the same length."""
+def _file_of(source: TokenSource) -> TokenFile:
+    """The file that a text is all, or a part, of."""
     file = source.file if isinstance(source, TokenRange) else source
     assert isinstance(file, TokenFile)
+    return file
+
+
+def file_hash(source: TokenSource) -> str:
+    """Of the file behind a text: equal for a copy, different for another text of the same length."""
+    file = _file_of(source)
     if file.card is not None:
         return file.card.bin_hash
     return sampled_hash(f"{file.prefix}.bin")

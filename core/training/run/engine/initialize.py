@@ -63,8 +63,8 @@ def initialize(
     config: a `RunConfig`, nested dicts of its fields, or the path of a TOML file.
     batches: what the loader reads; default: the text that `config.data` names, for a GPT, or for another module that
         takes `tokens`, and without `loss_fn` `labels`, to give losses [b, s].
-    loss_fn(output, microbatch) -> (sum of losses, number of tokens), for `train_step`. A GPT's output is its losses,
-        [b, s], where the microbatch has `labels`; else its logits.
+    loss_fn(output, microbatch) -> (sum of losses, number of tokens), for `train_step`; a GPT puts out losses [b, s].
+
     A run that `config.checkpoint` says goes on has done so: `loader.step` and `optimizer.step_count` say from where;
     `train_step` saves as it says. What `config.training` says of logs, validation, profile and output is for your
     loop. Joins torchrun's world if nobody did, and leaves it at exit. Collective: every rank calls it.
