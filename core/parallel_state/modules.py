@@ -121,5 +121,32 @@ def named_stacks(modules: Modules) -> dict[str, Stack]:
         for prefix, submodule in module.named_modules():
             for name, layers in getattr(submodule, "stacks", {}).items():
                 full_name = f"{prefix}.{name}" if prefix else name
-                stacks[without_wrappers(full_name)] = Stack.of(layers)
+                stack = _as_deep_as(submodule, name, Stack.of(layers))
+                stacks[without_wrappers(full_name)] = stack
     return stacks
+
+
+def _as_deep_as(module: nn.Module, name: str, stack: Stack) -> Stack:
+    """`stack`, or with as many layers as a program made of them: depth up-scaling, pruning.
+
+    Raises ValueError: other stages, or kinds of layers, would have to know of it as well, or a number is missing.
+    """
+    layers: Any = module
+    for part in name.split("."):
+        layers = getattr(layers, part, None)
+    children = layers.named_children() if isinstance(layers, nn.Module) else ()
+    numbers = {int(key) for key, _ in children if key.isdigit()}
+    ps = getattr(module, "parallel", None)
+    has_all = ps is not None and ps.size("pp") == 1
+    if not numbers or (max(numbers) < stack.layers and not has_all):
+        return stack
+    if len(numbers) == stack.layers and max(numbers) < stack.layers:
+        return stack
+    if stack.kinds or not has_all or max(numbers) >= len(numbers):
+        raise ValueError(
+            f"{name} has layers {', '.join(map(str, sorted(numbers)))}, and the model was built with {stack.layers}. "
+            "Layers that a program adds or leaves out are numbered from 0 without gaps, all on one stage and of one "
+            "kind: layers = torch.nn.ModuleList([...]) numbers them. Or build the model with as many as it has now "
+            "and copy the weights: core.tensor_parallel.fill_from_full"
+        )
+    return Stack(len(numbers))

@@ -32,6 +32,7 @@ _ELEMENTWISE = """
     eq ne lt le gt ge and or xor logical_and logical_or logical_xor baddbmm fmod remainder atan2 copysign
     expand_as
 """
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 # the dim, and the numbers of columns after it
 _NUMBERED = ("index_fill", "index_copy", "index_add", "scatter", "scatter_add", "scatter_reduce")
 _REMEDY = (
@@ -113,7 +114,7 @@ def message_of(found: str, ranks: int) -> str:
 
 def takes_summed(name: str, x: SplitTensor, values: tuple) -> bool:
     """Whether columns are combined with a parameter that has an entry for each, and went through `sum_gradient`."""
-    if name.rstrip("_") not in (*_ELEMENTWISE.split(), "prelu"):
+    if name.rstrip("_") not in ELEMENTWISE | {"prelu"}:
         return False
     return any(
         isinstance(operand, Tensor)
@@ -147,7 +148,7 @@ def _found(
             yield from _of_numbers(numbers, x.axes, dim)
     elif kwargs.get("generator") is not None and isinstance(result, Tensor):
         yield result, torch.ones((), dtype=torch.bool)
-    elif name in _ELEMENTWISE.split():
+    elif name in ELEMENTWISE:
         for operand in pytree.tree_leaves((args, kwargs)):
             # what an in-place function wrote is no longer its operand
             if _is_plain(operand) and operand is not result:

@@ -14,6 +14,11 @@ from torch import nn
 
 from core.parallel_state.optimizer_steps import StepListener, before_optimizer_steps
 
+_BIAS_REMEDY = (
+    "chosen by `p.ndim >= 2`? The bias of a linear that stands for several has a dim for these. Choose by name "
+    "(`name.endswith('bias')`)"
+)
+
 
 class DimsWatch:
     """Of one model, until an optimizer's second step: by then all of them have stepped. Warns once."""
@@ -74,11 +79,52 @@ class DimsWatch:
             bias = stacked[decayed[0]]
             warnings.warn(
                 f"weight_decay={self._decay_of[id(bias)]:g} is of {len(decayed)} biases, as {decayed[0]} of "
-                f"{bias.dim()} dims {list(bias.shape)}, and of none of {len(vectors)} parameters of 1 dim: chosen by "
-                "`p.ndim >= 2`? The bias of a linear that stands for several has a dim for these. Choose by name "
-                "(`name.endswith('bias')`)",
+                f"{bias.dim()} dims {list(bias.shape)}, and of none of {len(vectors)} parameters of 1 dim: "
+                f"{_BIAS_REMEDY}",
                 stacklevel=5,
             )
+
+
+class BiasWatch:
+    """Of one linear that stands for several, whose model is a program's own, until an optimizer holds its bias."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        self._linear = weakref.ref(linear)
+        self._listener: StepListener | None = before_optimizer_steps(self._before_step)
+
+    def end(self) -> None:
+        """Nobody looks any more."""
+        if self._listener is not None:
+            self._listener.remove()
+        self._listener = None
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        linear = self._linear()
+        bias = getattr(linear, "bias", None)
+        groups = [
+            ({id(p): p for p in group["params"]}, float(group.get("weight_decay") or 0.0))
+            for group in optimizer.param_groups
+        ]
+        decay = next((decay for params, decay in groups if id(bias) in params), None)
+        if bias is None or decay is None:
+            return
+        self.end()
+        vectors = [decay for params, decay in groups for p in params.values() if p.dim() == 1]
+        spares_some = any(decay == 0 for _, decay in groups) and not any(vectors)
+        # of all that it holds the first one tells
+        if decay and spares_some and not hasattr(optimizer, "told_of_biases"):
+            optimizer.told_of_biases = True  # type: ignore[attr-defined]
+            warnings.warn(
+                f"weight_decay={decay:g} is of the bias {list(bias.shape)} of a ColumnParallelLinear, and of none of "
+                f"{len(vectors)} parameters of 1 dim: {_BIAS_REMEDY}",
+                stacklevel=5,
+            )
+
+
+def watch_bias(linear: nn.Module) -> None:
+    """Warn, once, of weight decay that finds the bias of `linear` by its dims."""
+    # who listens is held weakly: this holds it as long as the linear is there
+    weakref.finalize(linear, BiasWatch(linear).end)
 
 
 def _of_core(model: nn.Module, kind: str) -> Iterator[tuple[str, nn.Parameter]]:

@@ -6,7 +6,6 @@ number that stands in the program's text, `y.unflatten(-1, (8, -1))`, is no rank
 """
 
 import inspect
-import linecache
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.functions import line_of_program
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 
 _VIEWS = ("view", "reshape", "unflatten")
@@ -82,12 +82,9 @@ def _is_written(name: str, args: tuple, result: SplitTensor, heads: int) -> bool
 
 def _times_written(name: str, count: int) -> int:
     """How often the call of a function, in the line of the program that runs, has this number among its arguments."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "core.")):
-        frame = frame.f_back
-    if frame is None or count < 2:
+    if count < 2:
         return 0
-    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+    line = line_of_program(sys._getframe(1))
     call = re.search(rf"\b{name}\((?P<arguments>.*)", line)
     if call is None:
         return 0

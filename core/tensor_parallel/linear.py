@@ -10,6 +10,7 @@ from torch import Tensor
 from core.autograd import deferred_linear, has_main_grad
 from core.parallel_state import Init, Layout, layout_of
 from core.parallel_state.spread import SpreadModule
+from core.tensor_parallel.groups_by_dims import watch_bias
 from core.tensor_parallel.low_rank import LowRank
 from core.tensor_parallel.mappings import gather_from_tensor_region, sum_gradient
 from core.tensor_parallel.own_modules import PlacedModule
@@ -68,6 +69,10 @@ class ColumnParallelLinear(PlacedModule):
         self.split_dim = split_dim
         self.split_output = None if gather_output else split_dim
         self.place_in(place.own_modules)
+        # of a model, and of modules over several ranks, all parameters are looked at
+        is_alone = place.own_modules is None and not place.filled_by_model
+        if is_alone and self.bias is not None and self.bias.dim() > 1:
+            watch_bias(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i] -> [s, b, o/tp] (see the class)."""

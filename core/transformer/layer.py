@@ -1,11 +1,17 @@
 """One layer of a transformer, and a run of them."""
 
+import re
+import sys
+import warnings
+from collections.abc import Mapping, ValuesView
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from core.parallel_state import mix32, seeded
+from core.parallel_state.by_hand.functions import called_by_program, line_of_program
 from core.transformer.attention.qkv import LayerTables, Tables
 from core.transformer.dropout import residual_dropout
 from core.transformer.spec import Build, TransformerLayerSpec
@@ -86,11 +92,53 @@ class SandwichNormLayer(TransformerLayer):
         return x + self.mlp_dropout(self.post_mlp_layernorm(y))
 
 
+# the place of a layer among those of a stage
+_BY_PLACE = re.compile(r"\benumerate\(|\bzip\(|\bnext\(|[\])]\s*\[")
+
+
 class Layers(nn.ModuleDict):
-    """By their global numbers, as a string or as a number: `layers["7"]`, `layers[7]`; `values()` are the layers."""
+    """By their global numbers, as a string or as a number: `layers["7"]`, `layers[7]`; `values()` are the layers.
+
+    A stage has some of `num_layers`, and a program that counts them, or takes them by their place, is told so, once.
+    """
+
+    def __init__(self, layers: Mapping[str, nn.Module], num_layers: int) -> None:
+        super().__init__(layers)
+        self.num_layers = num_layers
+        self._told = False
 
     def __getitem__(self, key: str | int) -> nn.Module:
+        if str(key) not in self:
+            raise KeyError(f"layer {key}: {self._share()}")
         return super().__getitem__(str(key))
+
+    def __len__(self) -> int:
+        if self._is_stage() and called_by_program(sys._getframe(1)):
+            self._tell("len(layers) is the number of this stage's")
+        return super().__len__()
+
+    def values(self) -> ValuesView[nn.Module]:
+        """The layers, as a dict's."""
+        frame = sys._getframe(1)
+        is_asked = self._is_stage() and called_by_program(frame)
+        if is_asked and _BY_PLACE.search(line_of_program(frame)):
+            self._tell("layers are taken, or counted, by their place in this stage")
+        return super().values()
+
+    def _is_stage(self) -> bool:
+        return not self._told and len(self._modules) < self.num_layers
+
+    def _share(self) -> str:
+        numbers = [*self._modules]
+        return f"this stage has {f'{numbers[0]} to {numbers[-1]}' if numbers else 'none'} of {self.num_layers} layers"
+
+    def _tell(self, what: str) -> None:
+        self._told = True
+        warnings.warn(
+            f"{what}; {self._share()}. The names are the layers' numbers in the whole model, `for number, layer in "
+            "layers.items()`; config.num_layers is how many there are",
+            stacklevel=3,
+        )
 
 
 def _refuse_names_of_both_kinds(build: Build, layers: Layers) -> None:
@@ -125,9 +173,17 @@ class TransformerBlock(nn.Module):
             with seeded(torch.device("cpu"), seed), seeded(build.parallel.device, seed):
                 return spec.layer(replace(build, layer=number), spec)
 
-        self.layers = Layers({str(n): layer(n) for n in numbers})
+        self._first = numbers.start
+        self.layers = Layers({str(n): layer(n) for n in numbers}, build.config.num_layers)
         _refuse_names_of_both_kinds(build, self.layers)
         self.final_layernorm = spec.norm(build, build.config.hidden_size) if final_norm else None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # a model that a program made deeper, or shorter: the names stay numbers
+        if name == "layers" and isinstance(value, nn.ModuleList):
+            numbered = {str(self._first + place): layer for place, layer in enumerate(value)}
+            value = Layers(numbered, self.layers.num_layers + len(value) - len(self.layers))
+        super().__setattr__(name, value)
 
     def forward(
         self,

@@ -27,6 +27,7 @@ from core.tensor_parallel.along_sequence import looks_along
 from core.tensor_parallel.looked_at import LookedAt
 from core.tensor_parallel.seen_parts import SeenParts
 from core.tensor_parallel.split_activations import SplitActivations
+from core.transformer.sample_factors import SampleFactors
 
 _MADE_LIKE = ("new_", "empty_like", "zeros_like", "ones_like", "full_like", "rand")
 _WHOLE_OF_CONTEXT = (
@@ -83,6 +84,7 @@ class OwnParts:
         device = next(model.parameters()).device
         if rows is not None:
             rows.begin(s, device)
+            rows.compare_samples(device)
         if self._columns is not None:
             self._columns.begin(device)
         self._is_begun = True
@@ -166,6 +168,8 @@ class _Rows(SplitActivations):
         self._name = ""
         self._is_lost = False
         self._slices = SlicedRows()
+        self._samples: SampleFactors | None = None
+        self._draws_for_rows = False
 
     def begin(self, s: int, device: torch.device) -> None:
         """Before a forward over `s` rows of this context rank."""
@@ -174,12 +178,21 @@ class _Rows(SplitActivations):
         if self._tp > 1:
             self._ranks_of[s // self._tp] = self._cp * self._tp
 
+    def compare_samples(self, device: torch.device) -> None:
+        """Before each forward: told, once, of numbers for samples that differ between ranks of the same sequences."""
+        if self._samples is None:
+            self._samples = SampleFactors(device)
+        if not self._samples.is_done and (found := self._samples.compare(self._groups)):
+            warnings.warn(found, stacklevel=6)
+
     def hooks(self, name: str, part: nn.Module) -> list[Any]:
         """On a part of the user's own, and on parts of ours in it, whose outputs nobody followed."""
 
         def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             self._name = f"{name} ({type(part).__name__})"
-            self._is_lost = False
+            self._is_lost = self._draws_for_rows = False
+            if self._samples is not None and not self._samples.is_done:
+                self._samples.begin()
             self._slices = SlicedRows(self._ranks_of)
             self._collectives = self._count_collectives()
             if self._factors is not None:
@@ -218,6 +231,8 @@ class _Rows(SplitActivations):
                 self._tell(Finding("cut", "a slice", tuple(x.shape)))
         if not self._slices.are_chunks():
             self._tell(Finding("cut", "a slice", tuple(shifted[0].shape) if shifted else ()))
+        if self._samples is not None and not self._samples.is_done:
+            self._samples.end(draws_for_rows=self._draws_for_rows or self._is_lost)
         is_lost = self._is_lost or not shifted
         self.make_plain()
         if is_lost and not self._told and not self._may_know(part):
@@ -251,6 +266,8 @@ class _Rows(SplitActivations):
         if name.startswith(_MADE_LIKE) or name in ("register_hook", "requires_grad", "backward"):
             return
         rows = [x for x in inputs if not x.partial]
+        if rows and self._samples is not None and not self._samples.is_done:
+            self._samples.note(self._name, name, rows, (call.args, call.kwargs))
         if rows == inputs:
             pieces = None
             try:
@@ -289,6 +306,7 @@ class _Rows(SplitActivations):
 
     def _note_draw(self, name: str, rows: SplitTensor, result: Tensor) -> None:
         """Which elements are dropped: other ones than another rank's are as good as one process's."""
+        self._draws_for_rows = True
         if self._factors is not None and result is not rows:
             self._factors.note_draw(f"{name} of {list(rows.shape)}", result == 0)
         self._mark_piece(result, rows.axes, first_row(rows))

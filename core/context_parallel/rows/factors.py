@@ -32,6 +32,20 @@ COMPARISONS = ("gt", "ge", "lt", "le", "greater", "less", "greater_equal", "less
 _TERMS = ("add", "iadd", "sub", "isub", "rsub", "where", "lerp", "addcmul")
 # here only bool tensors choose rows by their place; numbers of rows are judged where they are used
 _CHOICES = ("where", "masked_fill", "masked_select", "getitem", "setitem")
+# not broadcast to the rows
+_UNALIGNED = (
+    "matmul",
+    "mv",
+    "dot",
+    "einsum",
+    "tensordot",
+    "inner",
+    "linear",
+    "mm",
+    "bmm",
+    "getitem",
+    "setitem",
+)
 
 POSITIONS_REMEDY = (
     'Take the rows\' numbers from batch["position_ids"] of context_batch, or make the weights for whole sequences '
@@ -40,6 +54,11 @@ POSITIONS_REMEDY = (
 TABLES_REMEDY = (
     "Make them of all ranks' rows: sums and counts of each class, torch.distributed.all_reduce(x, "
     "group=parallel_state.get_context_parallel_group()), before one is divided by the other"
+)
+SCALARS_REMEDY = (
+    "Decide by what all ranks have: mean = loss.detach().clone(); torch.distributed.all_reduce(mean, "
+    "group=parallel_state.get_context_parallel_group()), over their number; draw for samples with one seed on the "
+    "ranks of a sequence: torch.manual_seed(seed + parallel_state.get_data_parallel_rank())"
 )
 _WHITENED_REMEDY = (
     "Whiten them for whole sequences [b, s] and cut them, ContextRows.of_state(ps).of(advantages, 1), or take mean "
@@ -50,7 +69,9 @@ _WHITENED_REMEDY = (
 class RowFactors:
     """Notes the plain tensors by which followed rows are multiplied or chosen."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, of_losses: bool = True) -> None:
+        # of hidden states and logits, a plain number is the same on all ranks: a layer that is dropped, a temperature
+        self._of_losses = of_losses
         # a fingerprint of each, 0 where it is the same for all rows; whether its mean is 0
         self.of_tensors = torch.zeros(NUM_FACTORS, dtype=torch.float64, device=device)
         self._of_tables = torch.zeros(NUM_TABLES, dtype=torch.float64, device=device)
@@ -99,13 +120,14 @@ class RowFactors:
             if type(factor) is not Tensor or self._count == MAX_FACTORS:
                 continue
             is_mask = factor.dtype is torch.bool
-            if name in _TERMS and not is_mask:
-                dim = _aligned_dim(factor, inputs)
-            elif name in _CHOICES and not is_mask:
-                dim = None
-            else:
+            if name in _UNALIGNED:
                 dim = next((d for d, n in enumerate(factor.shape) if n > 1 and n in sizes), None)
-            if dim is None and name in _WEIGHTS and factor.numel() > 1:
+            else:
+                dim = _aligned_dim(factor, inputs)
+            if name in _CHOICES and name not in _TERMS and not is_mask:
+                continue
+            is_weight = name in _WEIGHTS or (is_mask and name in _CHOICES)
+            if dim is None and is_weight and factor.numel() > self._of_losses:
                 self._scalars += 1
                 self._of_sequences += self._scalars * fingerprint(factor.double()).sum()
             elif dim is not None:
@@ -134,8 +156,9 @@ def told_of_scalars(scalars: Tensor) -> str:
     if bool((counts != counts[0]).any()) or torch.allclose(sums, sums[:1], rtol=1e-9, atol=0):
         return ""
     return (
-        "losses are multiplied by, divided by or compared with Python numbers, or one for each sequence, that differ "
-        "between context ranks, as `loss.item()`, percentiles of a rank's own rows and a seed for each rank make them"
+        "rows or their losses are multiplied by, divided by or compared with Python numbers, or one for each "
+        "sequence, that differ between context ranks, as `loss.item()`, percentiles of a rank's own rows and a seed "
+        "for each rank (DropPath, mixup) make them"
     )
 
 

@@ -7,16 +7,26 @@ process's. Elementwise changes are right, and so are logs.
 import warnings
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows.reads import READS
 from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.functions import JOINS
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, outcome_of
+from core.parallel_state.by_hand.split_names import LINEAR, PRODUCTS, kind_of
 from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
 
+# the gradient of a parameter, of a rank's rows
+_OF_PARAMETER = "grad"
+_ADDED = ("add", "iadd", "sub", "isub", "rsub")
+_NORMS = ("norm", "vector_norm", "get_total_norm", "dot", "sum")
+_PARTS_REMEDY = (
+    "Average it before: torch.distributed.all_reduce(g, group=parallel_state.get_data_parallel_group("
+    "with_context_parallel=True)), over that group's size where the loss is a mean"
+)
 _SCALES = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv")
 _REMEDY = (
     "Sum squares over the ranks before: n = g.pow(2).sum(); torch.distributed.all_reduce(n, "
@@ -62,11 +72,16 @@ class GradientRows(Follower):
         for x, gradient in zip(inputs, result, strict=False):
             if isinstance(x, SplitTensor) and not x.partial:
                 self.begin((gradient,), x.axes)
+            elif isinstance(x, nn.Parameter) and not self._told:
+                self.mark(gradient, None, _OF_PARAMETER)
 
     def follow(self, call: Call) -> None:
         name, inputs, result = call.name, call.inputs, call.result
         if name == "all_reduce":
             unmark(inputs[0])  # it is of all rows now
+            return
+        if any(x.partial == _OF_PARAMETER for x in inputs):
+            self._follow_parts(call)
             return
         sums = [x for x in inputs if x.partial]
         rows = [x for x in inputs if not x.partial]
@@ -97,6 +112,33 @@ class GradientRows(Follower):
             isinstance(outcome, Finding) and outcome.kind == "reduction"
         ):
             self._mark_all(call.result, call.name)
+
+    def _follow_parts(self, call: Call) -> None:
+        """Gradients of parameters, of this rank's rows: told where they are more than scaled, or added."""
+        name = call.name.removeprefix("foreach_").strip("_")
+        parts = {id(x) for x in call.inputs}
+        others = [
+            x
+            for x in pytree.tree_leaves((call.args, call.kwargs))
+            if isinstance(x, Tensor) and id(x) not in parts
+        ]
+        is_squared = name in PRODUCTS and not others and len(call.inputs) > 1
+        is_linear = name in LINEAR and not is_squared and name not in ("data", "sum")
+        if name in _ADDED and others:
+            self._tell_of_parts(name)
+        elif is_linear or name in JOINS:
+            self._mark_all(call.result, _OF_PARAMETER)
+        elif kind_of(name) in ("element", "reduction", "vectors") or name in _NORMS or is_squared:
+            self._tell_of_parts(name)
+
+    def _tell_of_parts(self, name: str) -> None:
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"context parallelism: {name} of a parameter's gradient, which torch.autograd.grad made of this "
+                f"context rank's rows alone. {_PARTS_REMEDY}",
+                stacklevel=6,
+            )
 
     def _mark_all(self, result: Any, partial: str) -> None:
         for tensor in pytree.tree_leaves(result):

@@ -75,7 +75,7 @@ class Sums(Follower):
         self._counted: Total | None = None
         self._shared = SharedCounts(output.device)
         self._divisors = Divisors(owner.batch, output.device)
-        self._factors = factors.RowFactors(output.device)
+        self._factors = factors.RowFactors(output.device, of_losses=self._is_loss)
         self._backward_of_head = BackwardOfHead()
 
     def weigh(self, logits: Tensor) -> None:
@@ -182,7 +182,7 @@ class Sums(Follower):
         """Noise that is drawn for rows is told; the inputs that are to be followed."""
         # a tensor made like rows has values of its own
         if name.endswith("_like") or name.startswith("new_"):
-            if isinstance(result, Tensor) and any(x.requires_grad for x in inputs):
+            if draws.has_rows(result, inputs) and any(x.requires_grad for x in inputs):
                 self.mark(result, None, draws.MADE_LIKE)
                 self._hear_draw(name, inputs[0])
             return []
@@ -381,13 +381,15 @@ class Sums(Follower):
         else:
             self._numbers[2] = weight_of_count(self._counted, of_losses)
         self._owner.backward_ended()
-        of_batch = self._owner.batch.compared.to(self._numbers.device)
         told = self._numbers.new_tensor([float(self._owner.told)])
         shared = self._shared.numbers * self._owner.is_averaged
-        of_outputs = (self._numbers, shared, self._divisors.numbers, self._factors.numbers)
         if self._is_loss:
             self._weights = means.numbers_of_weights(gradient)
-        numbers = torch.cat((*of_outputs, of_batch, self._weights, told))
+        parts = [self._numbers, shared, self._divisors.numbers, self._factors.numbers]
+        parts += [
+            x.to(told.device) for x in (self._owner.batch.compared, self._owner.synced.numbers())
+        ]
+        numbers = torch.cat((*parts, self._weights, told))
         gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
         self._numbers.zero_()
         self._shared.numbers.zero_()

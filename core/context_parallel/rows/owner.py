@@ -4,6 +4,7 @@ from typing import Protocol
 
 from core.context_parallel.rows.batches import BatchRows
 from core.context_parallel.rows.gradients import GradientRows
+from core.context_parallel.rows.synced import SyncedWeight
 from core.parallel_state.collectives import Group
 
 
@@ -17,6 +18,7 @@ class Owner(Protocol):
     is_averaged: bool
     batch: BatchRows
     gradients: GradientRows
+    synced: SyncedWeight
 
     def tell(self, what: str, remedy: str = ...) -> None: ...
 

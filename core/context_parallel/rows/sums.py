@@ -22,6 +22,7 @@ from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
 from core.context_parallel.rows.hooks import HookedRows
 from core.context_parallel.rows.outputs import Sums
 from core.context_parallel.rows.reads import LOG_REMEDY
+from core.context_parallel.rows.synced import SyncedWeight
 from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.batches import HOOKED, follow_batches
 from core.parallel_state.by_hand.split_tensor import is_turn
@@ -59,6 +60,7 @@ class RowSums:
         # kept, since tensors hold who follows them weakly
         self._evaluated: deque[Sums] = deque(maxlen=4)
         self.gradients = GradientRows()
+        self.synced = SyncedWeight()
         self._as_written = AsWritten()
         self._inside = HookedRows(self.gradients)
         self._latest: weakref.ref[Sums] | None = None
@@ -157,6 +159,7 @@ class RowSums:
         self._as_written.begin(self._forwards_inside, device)
         self.is_averaged = self.is_averaged or has_main_grad(next(model.parameters()))
         self.batch.forward_begins(inputs)
+        self.synced.choose(model)
 
         def follow(hidden: Tensor) -> None:
             followed = Sums(self, hidden, judges_totals=not sums)

@@ -11,14 +11,15 @@ from core.context_parallel.rows.factors import (
     NUM_FACTORS,
     NUM_SCALARS,
     NUM_TABLES,
+    SCALARS_REMEDY,
     TABLES_REMEDY,
     told_of_factors,
     told_of_scalars,
     told_of_tables,
 )
 from core.context_parallel.rows.means import told_of_means, told_of_shares
-from core.context_parallel.rows.reads import BRANCH_REMEDY
 from core.context_parallel.rows.sequences import NUM_SEQUENCES, SEQUENCES_REMEDY, told_of_sequences
+from core.context_parallel.rows.synced import NUM_SYNCED, SYNCED_REMEDY, told_of_weights
 from core.context_parallel.rows.totals import (
     COUNT_REMEDY,
     told_of_counts,
@@ -29,9 +30,9 @@ from core.context_parallel.rows.totals import (
 from core.parallel_state.collectives import Group
 
 # norm and mean of the sums' gradients, what rows weigh, tensors that divide sums, sums of the batch, numbers, tensors
-# of outputs, of the batch, tables for the batch, its sequences; then weights of rows, as many numbers as there are
-# sequences
-_SIZES = [2, 1, 5, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS, NUM_TABLES, NUM_SEQUENCES]
+# of outputs, of the batch, tables for the batch, its sequences, a weight; then what rows weigh, as many numbers as
+# there are sequences
+_SIZES = [2, 1, 5, 2, NUM_SCALARS, NUM_FACTORS, NUM_FACTORS, NUM_TABLES, NUM_SEQUENCES, NUM_SYNCED]
 
 
 def verdicts(
@@ -47,9 +48,10 @@ def verdicts(
     averaged_rows: of each rank, where gradients are averaged over the ranks; else 0.
     """
     of_means = numbers[:, sum(_SIZES) :]
-    sums, weights, counts, of_batch, scalars, of_outputs, of_tokens, tables, sequences = numbers[
-        :, : sum(_SIZES)
-    ].split(_SIZES, dim=1)
+    parts = numbers[:, : sum(_SIZES)].split(_SIZES, dim=1)
+    sums, weights, counts, of_batch, scalars, of_outputs, of_tokens, tables, sequences, synced = (
+        parts
+    )
     tolerance = 1e-6 if dtype in (torch.float32, torch.float64) else 1e-2
     if judges_totals:
         # they are sums in single precision
@@ -60,6 +62,7 @@ def verdicts(
     if averaged_rows:
         of_shares = told_of_shares(of_means, group.size, averaged_rows, max(tolerance, 1e-5))
     found = [
+        (told_of_weights(synced), SYNCED_REMEDY),
         (told_of_sequences(sequences), SEQUENCES_REMEDY),
         told_of_factors(of_outputs),
         told_of_factors(of_tokens),
@@ -70,6 +73,6 @@ def verdicts(
         (told_of_shared_counts(counts, group.size, tolerance) if judges_totals else "", ""),
         (told_of_means(of_means, group.ranks, max(tolerance, 1e-5)), ""),
         (of_shares, ""),
-        (told_of_scalars(scalars), BRANCH_REMEDY),
+        (told_of_scalars(scalars), SCALARS_REMEDY),
     ]
     yield from ((message, remedy) for message, remedy in found if message)

@@ -1,5 +1,6 @@
 """Which functions are wrong on a shard of a tensor, and whether a program called one."""
 
+import linecache
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,8 @@ KIND_OF_FUNCTION = {
 }
 # a momentum of one's own, say
 NEW_BUFFERS = {"zeros_like", "ones_like", "full_like", "empty_like"}
+# of several weights or gradients one
+JOINS = ("cat", "stack", "hstack", "vstack", "concat")
 # over all ranks where nothing is found, which is nearly always
 _GUARDS = {"all": False, "any": True}
 # what a penalty is not for, whose gradient alone is each rank's own: somebody looks at its value
@@ -69,6 +72,13 @@ def called_by_program(frame: Any) -> bool:
             return not module.startswith(("torch.", "core.")) and module != "torch"
         frame = frame.f_back
     return False
+
+
+def line_of_program(frame: Any) -> str:
+    """The line of a program that runs, of the frames from `frame` on; "" where there is none, or no file of it."""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "core.")):
+        frame = frame.f_back
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
 
 
 def called_by_core(frame: Any) -> bool:

@@ -4,6 +4,8 @@ import sys
 import weakref
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from core.parallel_state.by_hand.functions import called_by_program
 from core.parallel_state.by_hand.heard import Heard
 
@@ -37,3 +39,8 @@ def called_inside(
     if listener is None or not listener.is_open or not called_by_program(sys._getframe(2)):
         return
     listener.heard_inside(source, func, result, call, norm_of)
+
+
+def keeps_all(args: tuple, result: Tensor) -> bool:
+    """Whether `result` has as many elements as the first argument: `p.grad.flatten()`."""
+    return isinstance(args[0], Tensor) and result.numel() == args[0].numel()

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from core.parallel_state.by_hand.as_written import AsWritten, compiles
 from core.parallel_state.by_hand.changes import change_of_gradient
 from core.parallel_state.by_hand.functions import (
+    JOINS,
     NEW_BUFFERS,
     READS_OF_VALUE,
     called_by_program,
@@ -28,7 +29,7 @@ from core.parallel_state.by_hand.functions import (
     kind_of_call,
 )
 from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
-from core.parallel_state.by_hand.inside import called_inside
+from core.parallel_state.by_hand.inside import called_inside, keeps_all
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.listening_classes import Reporter, listening_classes, run_plain
 from core.parallel_state.by_hand.numbers import of_parameter
@@ -271,7 +272,7 @@ class ByHand:
                 followed = self._follow_number(sources, name, kind, result)
                 if followed is not None:
                     return followed
-            joins = name in ("cat", "stack", "hstack", "vstack", "concat")
+            joins = name in JOINS
             # in a loop any that are put together are of several parameters
             several = not self._in_optimizer or len({id(s.parameter) for s in sources}) > 1
             source = replace(source, joined=source.joined or (joins and several))
@@ -335,8 +336,8 @@ class ByHand:
             # the program's own tensors are plain
             is_first = hasattr(args[0][0] if isinstance(args[0], list) else args[0], "slot")
             self._hear_change(func.overloadpacket, [source], args, is_first, kwargs)
-            if type(result) is Tensor and result.shape == source.parameter.shape:
-                self._follow(result, source)
+            if type(result) is Tensor and (name in JOINS or keeps_all(args, result)):
+                self._follow(result, replace(source, joined=source.joined or name in JOINS))
 
     def _follow_number(
         self, sources: Sequence[Heard], name: str, kind: str | None, result: Any

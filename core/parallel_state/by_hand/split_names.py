@@ -19,7 +19,7 @@ _REDUCTIONS = {
     (99, None): """
         mse_loss l1_loss smooth_l1_loss huber_loss kl_div renorm dist cdist binary_cross_entropy
         binary_cross_entropy_with_logits fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_fft2 fft_ifft2 fft_rfft2
-        fft_irfft2 take masked_scatter
+        fft_irfft2 take masked_scatter fused_moving_avg_obs_fake_quant fused_moving_avg_obs_fq_helper
     """,
     (99, 1): "cross_entropy nll_loss local_response_norm",
 }
@@ -75,7 +75,7 @@ _BY_ELEMENT = """
     relu relu6 remainder resolve_conj resolve_neg round rpow rshift rsqrt rsub selu sgn short sigmoid sign signbit
     silu sin sinc sinh softplus softshrink softsign sqrt square sub subtract tan tanh tanhshrink threshold to
     true_divide truediv trunc type type_as where xlogy xor zero zeros_like ipu xpu mtia
-    broadcast_to broadcast_tensors grad index_fill index_copy scatter fused_moving_avg_obs_fake_quant
+    broadcast_to broadcast_tensors grad index_fill index_copy scatter
 """
 BY_ELEMENT = frozenset(_BY_ELEMENT.split())
 # nothing is made of values, or what is made holds on each part: `torch.allclose`, a part's own row numbers
