@@ -385,11 +385,9 @@ class Sums(Follower):
         shared = self._shared.numbers * self._owner.is_averaged
         if self._is_loss:
             self._weights = means.numbers_of_weights(gradient)
-        parts = [self._numbers, shared, self._divisors.numbers, self._factors.numbers]
-        parts += [
-            x.to(told.device) for x in (self._owner.batch.compared, self._owner.synced.numbers())
-        ]
-        numbers = torch.cat((*parts, self._weights, told))
+        of_outputs = (self._numbers, shared, self._divisors.numbers, self._factors.numbers)
+        of_model = self._owner.compared(told.device)
+        numbers = torch.cat((*of_outputs, *of_model, self._weights, told))
         gathered = all_gather(numbers[None], group, tag=BACKWARD_TAG).cpu()
         self._numbers.zero_()
         self._shared.numbers.zero_()

@@ -2,9 +2,11 @@
 
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from core.context_parallel.rows.batches import BatchRows
 from core.context_parallel.rows.gradients import GradientRows
-from core.context_parallel.rows.synced import SyncedWeight
 from core.parallel_state.collectives import Group
 
 
@@ -18,10 +20,11 @@ class Owner(Protocol):
     is_averaged: bool
     batch: BatchRows
     gradients: GradientRows
-    synced: SyncedWeight
 
     def tell(self, what: str, remedy: str = ...) -> None: ...
 
     def tell_of_log(self, name: str, remedy: str = ..., does: str = ...) -> None: ...
 
     def backward_ended(self) -> None: ...
+
+    def compared(self, device: torch.device) -> tuple[Tensor, Tensor]: ...

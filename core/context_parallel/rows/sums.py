@@ -60,7 +60,7 @@ class RowSums:
         # kept, since tensors hold who follows them weakly
         self._evaluated: deque[Sums] = deque(maxlen=4)
         self.gradients = GradientRows()
-        self.synced = SyncedWeight()
+        self._synced = SyncedWeight()
         self._as_written = AsWritten()
         self._inside = HookedRows(self.gradients)
         self._latest: weakref.ref[Sums] | None = None
@@ -134,6 +134,10 @@ class RowSums:
         if not is_turn(self._forwards_inside + 1):
             self.batch.make_plain()
 
+    def compared(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """What ranks compare in a backward beside what is known of the output: of the batch, of a weight."""
+        return self.batch.compared.to(device), self._synced.numbers().to(device)
+
     def look_inside(
         self, model: nn.Module, shares: tuple[int, ...], inputs: tuple, *, sums: bool
     ) -> None:
@@ -159,7 +163,7 @@ class RowSums:
         self._as_written.begin(self._forwards_inside, device)
         self.is_averaged = self.is_averaged or has_main_grad(next(model.parameters()))
         self.batch.forward_begins(inputs)
-        self.synced.choose(model)
+        self._synced.choose(model)
 
         def follow(hidden: Tensor) -> None:
             followed = Sums(self, hidden, judges_totals=not sums)
