@@ -136,8 +136,7 @@ def _as_deep_as(module: nn.Module, name: str, stack: Stack) -> Stack:
         layers = getattr(layers, part, None)
     children = layers.named_children() if isinstance(layers, nn.Module) else ()
     numbers = {int(key) for key, _ in children if key.isdigit()}
-    ps = getattr(module, "parallel", None)
-    has_all = ps is not None and ps.size("pp") == 1
+    has_all = getattr(layers, "are_all", False)
     if not numbers or (max(numbers) < stack.layers and not has_all):
         return stack
     if len(numbers) == stack.layers and max(numbers) < stack.layers:

@@ -105,6 +105,8 @@ class Layers(nn.ModuleDict):
     def __init__(self, layers: Mapping[str, nn.Module], num_layers: int) -> None:
         super().__init__(layers)
         self.num_layers = num_layers
+        # what a program adds to them, or leaves out, is the model's
+        self.are_all = len(layers) == num_layers
         self._told = False
 
     def __getitem__(self, key: str | int) -> nn.Module:
@@ -126,7 +128,7 @@ class Layers(nn.ModuleDict):
         return super().values()
 
     def _is_stage(self) -> bool:
-        return not self._told and len(self._modules) < self.num_layers
+        return not self._told and not self.are_all
 
     def _share(self) -> str:
         numbers = [*self._modules]
@@ -182,7 +184,8 @@ class TransformerBlock(nn.Module):
         # a model that a program made deeper, or shorter: the names stay numbers
         if name == "layers" and isinstance(value, nn.ModuleList):
             numbered = {str(self._first + place): layer for place, layer in enumerate(value)}
-            value = Layers(numbered, self.layers.num_layers + len(value) - len(self.layers))
+            of_others = self.layers.num_layers - len(self.layers)
+            value = Layers(numbered, len(value) + of_others * (not self.layers.are_all))
         super().__setattr__(name, value)
 
     def forward(

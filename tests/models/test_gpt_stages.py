@@ -1,5 +1,7 @@
 """A model in two halves, put together by hand on one process, is the whole model."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -87,3 +89,43 @@ def test_the_pipeline_rank_says_which_part(ranks):
     first, last = ranks(pipeline_share)
     assert first[:3] == (True, False, ["0"]) and last[:3] == (False, True, ["1", "2"])
     assert first[3] < last[3]
+
+
+def said_of_layers(use):
+    """What a rank of two hears of `use(layers)` of its four layers' half, twice."""
+    model = gpt(facts={"num_layers": 4}, parallel=state(pp=2))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            USES[use](model.decoder.layers)
+    return [str(w.message) for w in told]
+
+
+USES = {
+    "len": lambda layers: len(layers),
+    "enumerate": lambda layers: [i for i, layer in enumerate(layers.values())],
+    "first": lambda layers: list(layers.values())[0],  # noqa: RUF015
+    "all": lambda layers: [layer.eval() for layer in layers.values()],
+    "by number": lambda layers: {int(number): layer for number, layer in layers.items()},
+    "modules": lambda layers: layers.to(torch.float64),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_layers_that_are_taken_by_their_place_in_a_stage_are_told(ranks, use):
+    """A decay by depth, an initial value by depth, the first layer frozen: on each stage they would begin again."""
+    by_place = use in ("len", "enumerate", "first")
+    for rank, messages in enumerate(ranks(said_of_layers, use, world=2)):
+        assert len(messages) == by_place
+        if by_place:
+            assert f"this stage has {2 * rank} to {2 * rank + 1} of 4 layers" in messages[0]
+            assert "config.num_layers" in messages[0]
+
+
+def test_layers_of_a_whole_model_are_as_many_as_it_has(single):
+    layers = gpt(facts={"num_layers": 2}, parallel=single).decoder.layers
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(layers) == 2 and [i for i, _ in enumerate(layers.values())] == [0, 1]
+    with pytest.raises(KeyError, match="layer 7: this stage has 0 to 1 of 2 layers"):
+        layers[7]

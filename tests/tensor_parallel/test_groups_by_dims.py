@@ -7,6 +7,7 @@ import torch
 
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedAdamW
+from core.tensor_parallel import ColumnParallelLinear, Placement, RowParallelLinear
 from tests.models.gpt import VOCAB, gpt
 from tests.states import state
 
@@ -67,6 +68,28 @@ def test_biases_that_decay_for_their_dims_are_told(is_ours):
         optimizer = torch.optim.AdamW(nanogpt_groups(model))
     (message,) = steps([optimizer], model)
     assert "weight_decay=0.1 is of" in message and "linear_qkv.bias of 3 dims" in message
+
+
+def test_a_bias_of_ones_own_module_that_decays_for_its_dims_is_told(single):
+    place = Placement.of(single)
+    model = torch.nn.Sequential(
+        ColumnParallelLinear(8, (3, 8), split_dim=1, place=place),
+        RowParallelLinear(24, 8, place=place),
+        ColumnParallelLinear(8, (2, 8), split_dim=1, place=place),
+    )
+    optimizer = torch.optim.AdamW(nanogpt_groups(model))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 8)).sum().backward()
+            optimizer.step()
+    (message,) = [str(w.message) for w in told]
+    assert "weight_decay=0.1 is of the bias [3, 8]" in message and "endswith('bias')" in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fresh = ColumnParallelLinear(8, (3, 8), split_dim=1, place=place)
+        fresh(torch.ones(2, 8)).sum().backward()
+        torch.optim.AdamW(fresh.parameters()).step()
 
 
 def test_biases_that_are_spared_by_name_are_silent():

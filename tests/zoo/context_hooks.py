@@ -7,6 +7,7 @@ from tests.zoo.context_losses import LAYOUTS, by, by_number
 
 ROW = 3
 POSITIONS = '`batch["position_ids"]`, or `ContextRows.of_state(ps).of(mask, 1)`'
+SEEDS, ONE_SEED = "a seed for each rank", "one seed on the ranks of a sequence"
 WRITTEN = "which are this context rank's.*position_ids"
 
 
@@ -58,6 +59,20 @@ def by_document(program):
     return torch.segment_reduce(losses, "max", lengths=lengths).mean()
 
 
+def kept(hidden, seed):
+    """[1, b, 1]"""
+    draws = torch.rand(1, hidden.shape[1], 1, generator=torch.Generator().manual_seed(seed))
+    return draws < 0.5
+
+
+def seeded(change):
+    def loss_of(program):
+        rank = program.ps.index("cp")
+        return steered(lambda hidden, v: change(hidden, rank))(program)
+
+    return loss_of
+
+
 def numbers():
     return torch.tensor([ROW])
 
@@ -82,6 +97,28 @@ CASES = [
         "told",
         "the same on all 2 context ranks",
         POSITIONS,
+    ),
+    Case("a hook, samples dropped by one seed (DropPath)", by(steered(lambda h, v: h * kept(h, 1)))),
+    Case(
+        "a hook, samples dropped by a seed of each rank (DropPath)",
+        by(seeded(lambda h, seed: h * kept(h, seed))),
+        "told",
+        SEEDS,
+        ONE_SEED,
+    ),
+    Case(
+        "a hook, samples masked by a seed of each rank",
+        by(seeded(lambda h, seed: h.masked_fill(~kept(h, seed), 0.0))),
+        "told",
+        SEEDS,
+        ONE_SEED,
+    ),
+    Case(
+        "a hook, a layer dropped by a coin of each rank",
+        by(seeded(lambda h, seed: h * kept(h, seed)[0, 0, 0].to(h))),
+        "told",
+        SEEDS,
+        ONE_SEED,
     ),
     Case("a hook, `h + v`", by(steered(lambda h, v: h + v))),
     Case("a hook, `h.index_fill(2, columns, 0.0)`", by(steered(lambda h, v: h.index_fill(2, numbers(), 0.0)))),

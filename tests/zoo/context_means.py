@@ -2,18 +2,35 @@
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from core.context_parallel import gather_from_context_region
-from tests.models.gpt import VOCAB
-from tests.zoo.case import Case, Family
+from core.parallel_state import ParallelState
+from tests.models.gpt import VOCAB, gpt
+from tests.states import state
+from tests.zoo.case import Case, Family, compared
 from tests.zoo.context_batches import summed_over_ranks
-from tests.zoo.context_losses import LAYOUTS, S, by, cut
+from tests.zoo.context_losses import LAYOUTS, LR, STEPS, Program, S, by, cut
 
 ALL = "`all_reduce(n, group=get_data_parallel_group(with_context_parallel=True))`"
 # of all sequences, as a program counts them before the batch is cut
 TOKENS = torch.tensor(2.0 * S)
+
+
+def without_sums(variation):
+    """Weights after some steps of a loop in which nobody sums gradients over the ranks."""
+    found = []
+    for ps in (state(**LAYOUTS[variation][0]), ParallelState.single("cpu")):
+        model = gpt("llama", parallel=ps)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        for step in range(STEPS):
+            Program(model, ps, step).losses().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: p.detach() for name, p in model.named_parameters() if "norm" in name})
+    return compared(*found)
 
 
 def masked_mean(losses, mask):
@@ -246,6 +263,25 @@ CASES = [
         "Python numbers, or one for each sequence, that differ between context ranks",
         "a threshold of all rows, by `all_gather`",
     ),
+    Case(
+        "a plain loop without DataParallel",
+        without_sums,
+        "told",
+        "weights differ between the 2 context ranks after an update",
+        "`DataParallel(model, ps)`",
+    ),
+    Case(
+        "a Fisher penalty by `torch.autograd.grad`",
+        by(lambda p: fisher(p, averages=False)),
+        "told",
+        "pow of a parameter's gradient",
+        "averaged over the ranks before it is squared",
+    ),
+    Case(
+        "a Fisher penalty by `torch.autograd.grad`, averaged",
+        by(lambda p: fisher(p, averages=True)),
+        elsewhere={"2 tensor x 2 context ranks": ("told", "a penalty on .* counts once on each tensor rank")},
+    ),
     told("class weights by `w.view(-1) @ losses.view(-1) / w.sum()`", lambda p: by_class(p, torch.matmul), HEARD),
     told("class weights by `torch.inner(w, losses) / w.sum()`", lambda p: by_class(p, torch.inner), HEARD),
     told("Group DRO, `(groups @ losses.view(-1)) / counts`", group_dro, HEARD),
@@ -283,6 +319,18 @@ CASES = [
         by(lambda p: MaskedMean.apply(p.losses(), cut(p, torch.ones(2, S).double()))),
     ),
 ]
+
+
+def fisher(program, averages):
+    """EWC: squared gradients of another batch weigh a penalty."""
+    named = [p for p in program.model.parameters() if p.dim() == 1]
+    gradients = torch.autograd.grad(program.losses().mean(), named)
+    if averages and program.group is not None:
+        for g in gradients:
+            dist.all_reduce(g, group=program.group.process_group)
+            g /= program.ranks
+    squares = [g.detach() ** 2 for g in gradients]
+    return program.losses().mean() + sum((f * p**2).sum() for f, p in zip(squares, named, strict=True))
 
 
 def kept_sequences(seed):

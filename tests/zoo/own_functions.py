@@ -4,6 +4,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import distributions
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 
 from tests.zoo.case import Case
 from tests.zoo.own_activations import between, own_head, split_loss, told
@@ -74,6 +75,12 @@ CASES = [
     ),
     told("`torch.cov` of columns", between(lambda y: y * torch.cov(y.flatten(0, 1).T).trace()), SCATTER, "cov"),
     told("`F.pad` beside the columns", between(lambda y: F.pad(y, (1, 0))[..., 1:] + y), SCATTER, "pad"),
+    told(
+        "torch's fused observer and quantiser, `FusedMovingAvgObsFakeQuantize`",
+        between(lambda y: FusedMovingAvgObsFakeQuantize().float()(y.float()).double()),
+        SCATTER,
+        "fused_moving_avg_obs_fake_quant",
+    ),
     told("`torch.logcumsumexp` over columns", between(lambda y: torch.logcumsumexp(y, -1)), SCATTER, "logcumsumexp"),
 ]
 

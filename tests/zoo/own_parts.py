@@ -43,6 +43,10 @@ class Part(nn.Module):
         return self.ps.size("cp") * self.ps.size("tp")
 
     @property
+    def rank(self):
+        return self.ps.index("cp") + self.place.rank
+
+    @property
     def group(self):
         return self.ps.group("cp") or self.place.group
 
@@ -212,6 +216,20 @@ def mask(y, seed=5):
     return torch.rand(y.shape, generator=torch.Generator().manual_seed(seed)) > 0.3
 
 
+def dropped(p, y, seed):
+    """DropPath: samples, for all of their tokens."""
+    draws = torch.rand(1, y.shape[1], 1, generator=torch.Generator().manual_seed(seed))
+    return y * (draws < 0.5).to(y)
+
+
+def skipped(p, y, seed):
+    """LayerDrop: by a coin of torch's own generator."""
+    if not hasattr(p, "is_seeded"):
+        p.is_seeded = True
+        torch.manual_seed(seed)
+    return y if torch.rand(()) < 0.5 else F.gelu(y)
+
+
 CASES = [
     Case(
         "centred over the sequence from a later step on",
@@ -289,6 +307,20 @@ CASES = [
         lambda p, y: (torch.manual_seed(3), F.dropout(y, 0.3))[1],
         "a generator of its own per rank",
         "the same on all 2 ranks",
+    ),
+    right("samples dropped by one seed (DropPath)", lambda p, y: dropped(p, y, 1)),
+    told(
+        "samples dropped by a seed of each rank (DropPath)",
+        lambda p, y: dropped(p, y, p.rank),
+        "one seed on the ranks of a sequence",
+        "takes numbers for whole samples that differ between 2 ranks",
+    ),
+    right("a part dropped by one seed (LayerDrop)", lambda p, y: skipped(p, y, 1)),
+    told(
+        "a part dropped by a seed of each rank (LayerDrop)",
+        lambda p, y: skipped(p, y, p.rank),
+        "one seed on the ranks of a sequence",
+        "calls other functions on each rank: it is dropped on some",
     ),
     told("the first token otherwise", lambda p, y: torch.cat([y[:1] * 0, F.gelu(y[1:])])),
     told("what nobody follows: a function of autograd's", lambda p, y: Unseen.apply(y)),

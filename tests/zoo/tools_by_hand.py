@@ -386,6 +386,12 @@ CASES = [
         "get_grad_norm",
     ),
     told(
+        "a log of `torch.cat([p.grad.flatten() ...]).norm()` under DataParallel",
+        in_buckets(lambda model: torch.cat([p.grad.flatten() for p in model.parameters()]).norm()),
+        NORM,
+        "get_grad_norm",
+    ),
+    told(
         "rows of a gradient by number under DataParallel, `p.grad[:3] = 0`",
         in_buckets(lambda model: matrices(model)[0].grad[:3].zero_()),
         says="rows and columns by number",

@@ -24,9 +24,9 @@ class SyncedWeight:
     def choose(self, model: nn.Module) -> None:
         """Before a forward; the first time counts."""
         if self._weight is None:
-            trained = [
-                p for p in model.parameters() if p.requires_grad and "ep" not in layout_of(p).split
-            ]
+            # those that ZeRO stage 3 has freed, and DTensors, are of other classes
+            plain = (p for p in model.parameters() if type(p) is nn.Parameter and p.requires_grad)
+            trained = [p for p in plain if "ep" not in layout_of(p).split]
             if trained:
                 self._weight = weakref.ref(min(trained, key=torch.numel))
 
@@ -35,7 +35,7 @@ class SyncedWeight:
         """[NUM_SYNCED]; zeros where it is not here, as at ZeRO stage 3."""
         weight = self._weight() if self._weight is not None else None
         with torch._C.DisableTorchFunctionSubclass():
-            if weight is None or not weight.numel() or type(weight.data) is not Tensor:
+            if weight is None or not weight.numel():
                 return torch.zeros(NUM_SYNCED, dtype=torch.float64)
             return fingerprint(weight.detach().double())
 
