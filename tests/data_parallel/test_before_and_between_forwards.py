@@ -9,7 +9,7 @@ from torch import nn
 
 from core.data_parallel import DataParallel
 from core.parallel_state.collectives import all_reduce
-from core.tensor_parallel import ColumnParallelLinear, Placement, RowParallelLinear
+from core.tensor_parallel import ColumnParallelLinear, Placement, RowParallelLinear, VocabParallelEmbedding
 from tests.states import state
 
 
@@ -50,3 +50,29 @@ def gradients_of_two_forwards(zero_stage):
 def test_two_forwards_with_batch_norms_before_a_backward(ranks, zero_stage):
     """A batch norm in training reads no running statistics: those of the second forward may be sent before."""
     ranks(gradients_of_two_forwards, zero_stage, world=2)
+
+
+def told_of_rows_in_a_hook(zero_stage):
+    """Rows of a split weight's gradient are frozen by number, in a hook."""
+    ps = state(tp=2)
+    model = nn.Sequential(VocabParallelEmbedding(64, 8, place=Placement.of(ps)), nn.Linear(8, 8))
+
+    def hook(gradient):
+        gradient = gradient.clone()
+        gradient[:5] = 0
+        return gradient
+
+    model[0].weight.register_hook(hook)
+    shard = DataParallel(model, ps, zero_stage=zero_stage)
+    with warnings.catch_warnings(record=True, action="always") as found:
+        for _ in range(2):
+            model(torch.arange(64).view(8, 8)).square().mean().backward()
+            model.zero_grad()
+    shard.remove()
+    return [str(w.message) for w in found if "by hand" in str(w.message)]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 3])
+def test_rows_by_number_in_a_hook_are_told_at_every_stage(ranks, zero_stage):
+    for messages in ranks(told_of_rows_in_a_hook, zero_stage, world=4):
+        assert len(messages) == 1 and "rows and columns by number are this rank's" in messages[0], messages

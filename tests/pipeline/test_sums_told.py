@@ -97,7 +97,19 @@ def update_anew(model, rate=0.05):
 
 
 UPDATES = [update_in_place, update_by_alpha, update_anew]
-CHANGES = [clip, clip_values, clamp, decay, log]
+
+
+def dead_zone(model):
+    for p in model.parameters():
+        p.grad[p.grad.abs() < 1e-3] = 0
+
+
+def soft_limit(model):
+    for p in model.parameters():
+        p.grad.copy_(torch.tanh(p.grad * 10) / 10)
+
+
+CHANGES = [clip, clip_values, clamp, decay, log, dead_zone, soft_limit]
 
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
@@ -306,3 +318,47 @@ def test_sums_of_several_steps_added_up_hear_nothing():
     with torch.no_grad():
         for parameter, sum_ in zip(model.parameters(), total, strict=True):
             parameter.sub_(0.05 * sum_ / tokens)
+
+
+HOOKS = {
+    "clamp": (lambda g: g.clamp(-0.01, 0.01), True),
+    "norm": (lambda g: g / g.norm().clamp(min=1.0), True),
+    "mask": (lambda g: g * (torch.arange(g.numel()).view_as(g) > 2), False),
+    "scale": (lambda g: 0.5 * g, False),
+}
+
+
+@pytest.mark.parametrize("zero_stage", [None, 0, 3])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hooks_that_limit_a_microbatchs_sums_are_told_once(zero_stage, hook):
+    change, is_told = HOOKS[hook]
+    model, optimizer, executor = torchs() if zero_stage is None else ours(zero_stage)
+    for parameter in model.parameters():
+        parameter.register_hook(change)
+    said = []
+    for step in range(3):
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            executor.step(batch(step), loss)
+        optimizer.zero_grad()
+        said += [str(warning.message) for warning in caught]
+    assert len(said) == is_told, said
+    assert all("in a hook on a parameter's gradient" in text and "32" in text for text in said)
+
+
+def decayed_in_a_pipeline():
+    ps = state(pp=2)
+    torch.manual_seed(1)
+    model = [nn.Linear(4, 4) for _ in range(2)][ps.index("pp")]
+    shard = DataParallel([model], ps)
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2, grad_sync=shard)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        pipeline.step(batch(), loss)
+        decay(model)
+    shard.remove()
+    pipeline.close()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_decay_by_hand_of_sums_in_buckets_is_told_in_a_pipeline(ranks):
+    for said in ranks(decayed_in_a_pipeline, world=2):
+        assert len(said) == 1 and "sums of losses over 32 tokens" in said[0], said

@@ -84,6 +84,8 @@ def make_slots(buffers: Iterable[Buffer], names: Mapping[Parameter, str]) -> lis
     for buffer in buffers:
         for index, parameter in enumerate(buffer.parameters):
             slots.append(ParameterSlot(parameter, names[parameter], buffer, index))
+    for slot in slots:
+        slot.num_slots = len(slots)
     return slots
 
 

@@ -80,6 +80,7 @@ class ParameterSlot:
         self.name = name
         self.buffer = buffer
         self.index = index
+        self.num_slots = 1  # of the DataParallel
         self.delivered = False
         self.zeroed = False
         self.pairs = 1

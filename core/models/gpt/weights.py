@@ -1,5 +1,6 @@
 """The parameters of a part of a model: their initial values, and this rank's shards of them for checkpoints."""
 
+import sys
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from core.parallel_state import (
     mix32,
     seeded,
 )
+from core.parallel_state.by_hand.functions import called_by_core
 from core.tensor_parallel import Placement
 from core.tensor_parallel.watch import SplitWatch
 from core.transformer.transformer_config import TransformerConfig
@@ -89,12 +91,15 @@ class ModelWeights(nn.Module):
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As torch's: this rank's shards. Warns, once, where tensor ranks hold others."""
-        if self._watch is not None and not self._warned_of_shards:
+        """As torch's: this rank's shards. Warns, once, where other ranks hold others."""
+        ps = self.parallel
+        is_stage = ps.size("pp") > 1 and not called_by_core(sys._getframe(1))
+        if (self._watch is not None or is_stage) and not self._warned_of_shards:
             self._warned_of_shards = True
+            kinds = (("tensor", "tp"), ("expert", "ep"), ("pipeline", "pp"))
+            parts = [f"{kind} rank {ps.index(axis)} of {ps.size(axis)}" for kind, axis in kinds]
             warnings.warn(
-                f"state_dict() holds the parts of tensor rank {self.place.rank} of {self.place.tp}, expert rank "
-                f"{self.parallel.index('ep')} of {self.parallel.size('ep')}: one rank's file "
+                f"state_dict() holds the parts of {', '.join(parts)}: one rank's file "
                 "(torch.distributed.checkpoint writes one, too) loses the others'. Use dist_checkpointing.save("
                 "model.sharded_state_dict(), directory), or a file per rank; a copy in memory for this rank is right",
                 stacklevel=2,

@@ -6,6 +6,8 @@ norm: torch's `clip_grad_value_` is elementwise, and right on shards.
 """
 
 import math
+import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +29,9 @@ from core.parallel_state import ParallelState, current_state
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.layout import layout_of, true_part
 from core.parallel_state.spread import keep_layouts
+
+# `decoder.layers.7.`, and the number of a stage that is a list of layers itself
+_LAYER = re.compile(r"(.*?\.)?\d+\.")
 
 Parameters = nn.Module | Tensor | Iterable[Tensor]
 
@@ -93,12 +98,13 @@ def get_grad_norm(
     Raises ValueError: see `_slots_of`.
     """
     local_parameters = _as_list(parameters)
-    if slots := _slots_of(local_parameters):
-        return _norm_in_buckets(slots, norm_type)
-    if parallel is not None:
-        ps = parallel
+    slots = _slots_of(local_parameters)
+    if slots:
+        ps = slots[0].buffer.ps
     else:
-        ps = current_state()
+        ps = parallel if parallel is not None else current_state()
+    if _any_stage_has_buckets(slots, ps):
+        return _norm_in_buckets(slots, norm_type, ps)
     gradients = []
     for parameter in local_parameters:
         layout = layout_of(parameter)
@@ -123,16 +129,41 @@ def get_grad_norm(
     return all_reduce(total, ps.world)[0].pow(1.0 / norm_type)
 
 
+def _any_stage_has_buckets(slots: Sequence[ParameterSlot], ps: ParallelState) -> bool:
+    """Whether this rank's gradients, or of a stage that has none of these parameters another's, lie in buckets."""
+    pp = ps.group("pp")
+    if pp is None:
+        return bool(slots)
+    # the number of layers that all of these are of, where others are there as well
+    of_layer = float(_are_of_one_layer(slots))
+    counts = torch.tensor([float(bool(slots)), of_layer], dtype=torch.float64, device=ps.device)
+    has_buckets, of_layers = all_reduce(counts, pp).tolist()
+    if of_layers > 1:
+        warnings.warn(
+            f"a norm of the gradients of one layer of each of {int(of_layers)} pipeline stages counts them together, "
+            "as the gradients of one model: torch.nn.utils.clip_grad_norm_ and get_total_norm are right for a layer "
+            "that one stage has",
+            stacklevel=4,
+        )
+    return has_buckets > 0
+
+
+def _are_of_one_layer(slots: Sequence[ParameterSlot]) -> bool:
+    """Whether they are all in one numbered part of a stage that has others."""
+    layers = {found[0] if (found := _LAYER.match(slot.name)) else "" for slot in slots}
+    return len(layers) == 1 and "" not in layers and len(slots) < slots[0].num_slots
+
+
 @torch.no_grad()
-def _norm_in_buckets(slots: Sequence[ParameterSlot], order: float) -> Tensor:
+def _norm_in_buckets(slots: Sequence[ParameterSlot], order: float, ps: ParallelState) -> Tensor:
     """The norm of averaged gradients in buckets: each rank's elements, then over the ranks that share them."""
-    ps = slots[0].buffer.ps
     request_all(slots)
     with_gradient = [slot for slot in slots if slot.parameter.grad is not None]
     meet(with_gradient, f"a norm of order {order}")
     # of a table tied over the pipeline's ends one rank's
     counted = []
-    for slot, norm in zip(with_gradient, global_norms(with_gradient, order), strict=True):
+    norms = global_norms(with_gradient, order) if with_gradient else []
+    for slot, norm in zip(with_gradient, norms, strict=True):
         if (
             "embedding" not in layout_of(slot.parameter).partial
             or ps.coordinate.get("embedding", 0) == 0

@@ -22,6 +22,18 @@ _SCALINGS = {
     "foreach_div",
 }
 _CLAMPS = {"clamp", "clip", "clamp_min", "clamp_max", "foreach_clamp_min", "foreach_clamp_max"}
+# soft limits
+_CLAMPS |= {
+    "tanh",
+    "atan",
+    "arctan",
+    "erf",
+    "sigmoid",
+    "softsign",
+    "hardtanh",
+    "softshrink",
+    "hardshrink",
+}
 _COMPARISONS = {"lt", "gt", "le", "ge"}
 _ADDITIONS = {"add", "sub", "iadd", "isub", "foreach_add", "foreach_sub"}
 

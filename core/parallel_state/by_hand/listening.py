@@ -29,6 +29,7 @@ from core.parallel_state.by_hand.functions import (
     kind_of_call,
 )
 from core.parallel_state.by_hand.heard import WHOLE_NORM, Heard
+from core.parallel_state.by_hand.hooked import Wrapped, unwrap_hooks, wrap_hooks
 from core.parallel_state.by_hand.inside import called_inside, keeps_all
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.listening_classes import Reporter, listening_classes, run_plain
@@ -77,8 +78,7 @@ class ByHand:
         self._slots: list[Any] = []
         # results and gradients, to be given their own class back
         self._followed: list[weakref.ref[Tensor]] = []
-        # a tensor's hooks, which one, what it was
-        self._wrapped: list[tuple[dict, int, Callable]] = []
+        self._wrapped: list[Wrapped] = []
         self._reporter: Reporter = after._reporter if after is not None else Reporter()
         self._reporter.listener = weakref.ref(self)
         self._parameter, self._result = self._reporter.classes or listening_classes(self._reporter)
@@ -102,34 +102,37 @@ class ByHand:
         for parameter in parameters:
             if self._gradients:
                 self._listen_in_buckets(parameter)
+                # of one that ZeRO stage 3 has freed as well
+                self._listen_in_hooks(parameter)
             if type(parameter) is Parameter:
                 self._parameters.append(parameter)
-                if self._gradients and parameter._backward_hooks:
-                    self._listen_in_hooks(parameter)
                 parameter.__class__ = self._parameter
 
     def open_for_gradients(self, parameters: Iterable[Parameter]) -> None:
         """Listen to the gradients that these have now; the parameters stay plain, for forwards in between."""
-        self._parameters = []
-        self.is_open = True
+        self._parameters, self.is_open = [], True
         for parameter in parameters:
             self._listen_in_buckets(parameter)
             gradient = parameter.grad
             if type(gradient) is Tensor:
                 self._follow(gradient, Heard(parameter, True))
 
+    def open_for_hooks(self, parameters: Iterable[Parameter]) -> bool:
+        """Listen to what a program's hooks on the gradients of these do; whether there are any. All stay plain."""
+        self._parameters, self.is_open = [], True
+        for parameter in parameters:
+            self._listen_in_hooks(parameter)
+        return bool(self._wrapped)
+
     def close(self) -> None:
         """Make all of them plain again."""
         self._plain()
         # where a step of it ended by an exception
         self._eager.end()
-        for hooks, key, hook in self._wrapped:
-            if key in hooks:
-                hooks[key] = hook
+        unwrap_hooks(self._wrapped)
         for slot in self._slots:
             slot.listener = None
-        self._wrapped, self._slots = [], []
-        self._parameters = []
+        self._wrapped, self._slots, self._parameters = [], [], []
         self.is_open = False
 
     def end(self) -> None:
@@ -207,8 +210,7 @@ class ByHand:
         """`register_hook` gives a program's function the gradient before it is `parameter.grad`."""
 
         def listened(hook: Callable, gradient: Tensor) -> Any:
-            outer_followed = self._followed
-            self._followed = []
+            outer_followed, self._followed = self._followed, []
             self._follow(gradient, Heard(parameter, True))
             try:
                 return hook(gradient)
@@ -216,11 +218,7 @@ class ByHand:
                 self._plain_results()
                 self._followed = outer_followed
 
-        hooks: dict = parameter._backward_hooks or {}
-        for key, hook in hooks.items():
-            if is_foreign(hook):
-                self._wrapped.append((hooks, key, hook))
-                hooks[key] = partial(listened, hook)
+        self._wrapped += wrap_hooks(parameter, listened)
 
     def called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run `func` on plain tensors; what is elementwise stays listened to."""
@@ -379,6 +377,8 @@ class ByHand:
                 listened.append((Heard(leaf, False), leaf))
             elif isinstance(leaf, self._result):
                 listened.append((leaf.heard, leaf))  # type: ignore[attr-defined]
+            elif self._gradients and hasattr(type(leaf), "slot"):
+                listened.append((Heard(leaf.slot.parameter, True), leaf))
         assert listened, "called without a tensor of these classes"
         return listened
 

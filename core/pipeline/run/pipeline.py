@@ -127,13 +127,14 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
         except Exception as error:
             problem = error
         self._key = self._agree_on_schedule(problem)
-        check_tables(self.modules, ps)
+        has_twins = check_tables(self.modules, ps)
         modules = [*self.modules.values()]
         self._numbers = StepNumbers(modules, [stage.context for stage in self.stages.values()])
         self._loss_watch = LossWatch(ps, modules)
         self.sums_watch = SumsWatch(modules, ps, grad_sync)
         if ps.size("pp") > 1:
-            self._plain_loop = PlainLoopWatch(ps, modules, self.sums_watch, grad_sync is None)
+            watches = (self.sums_watch, grad_sync is None, has_twins)
+            self._plain_loop = PlainLoopWatch(ps, self.modules, *watches)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure
         self._connections.plan(self.schedule)
 
@@ -237,9 +238,9 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
         with self._broadcast_failures("step"):
             loss_fn = self._loss_watch.around(loss_fn)
             self._batch_watch.before_step(batch)
+            self.sums_watch.before_step()
             how = {"training": True, "loss_scale": loss_scale, "draws": self._numbers.begin_step()}
             step = self._step_context(batch, self.num_microbatches, loss_fn, **how)
-
             # a gradient is final after one delivery per microbatch and stage that uses the parameter
             deliveries: dict[Any, int] = {}
             for stage in self.stages.values():
@@ -250,7 +251,6 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
             tied_grads = {}
             if isinstance(self.grad_sync, NullGradSync):
                 tied_grads = detach_tied_gradients(list(deliveries), self.schedule.placement)
-
             executor = self._executor(self.schedule, step, batch)
             clock = Clock(self.ps.device)
             self._run(executor, clock)

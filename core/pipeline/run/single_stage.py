@@ -112,6 +112,7 @@ class SingleStage(NumberedSteps):
         model = self.model
         microbatches = split_microbatches(batch, self.num_microbatches)
         loss_fn = self._loss_watch.around(loss_fn)
+        self._sums_watch.before_step()
         sums = []
         draws = self._numbers.begin_step()
         self.stage.loss_scale = loss_scale

@@ -73,19 +73,24 @@ def _refuse_different_ends(modules: Mapping[int, nn.Module], ps: ParallelState) 
         )
 
 
-def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
-    """Refuse tied ends with different values; warn of an unmarked matrix that another rank has as well.
-
-    Two copies of a tied table, or of a block that stands in two stages, would each get a part of the gradient and
-    drift apart. Two all-gathers over pp.
-    """
+def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> bool:
+    """Refuse tied ends with different values; whether it has told of twins, see `tell_of_twins`. Two all-gathers."""
     # weights that a checkpoint will fill are no numbers yet, and are equal once it has
     await_checkpoint = any(
         getattr(module, "awaits_checkpoint", False) for module in modules.values()
     )
     if ps.size("pp") == 1 or await_checkpoint:
-        return
+        return False
     _refuse_different_ends(modules, ps)
+    return tell_of_twins(modules, ps)
+
+
+def tell_of_twins(modules: Mapping[int, nn.Module], ps: ParallelState) -> bool:
+    """Whether it has told of an unmarked matrix that another rank has as well. All-gather over pp.
+
+    Two copies of a tied table, or of a block that stands in two stages, would each get a part of the gradient and
+    drift apart; and one rank's file may have been loaded on all.
+    """
     # (checksum, shape) -> (rank, matrix)
     first_by_content: dict[tuple, tuple[int, _Matrix]] = {}
     twins = []
@@ -103,6 +108,7 @@ def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> None:
         ]
         first, second = (with_embedding or twins)[0]
         warnings.warn(_twins_warning(first, second), stacklevel=4)
+    return bool(twins)
 
 
 def _is_constant(matrix: Tensor) -> bool:
@@ -124,7 +130,8 @@ def _twins_warning(first: tuple[int, _Matrix], second: tuple[int, _Matrix]) -> s
     else:
         meaning = (
             "one matrix of a block that stands in two stages, each trains a copy by a part of its gradient: put both "
-            "uses into one stage. If stages were seeded alike, seed by stage"
+            "uses into one stage. If stages were seeded alike, seed by stage; if one rank's file was loaded on all, "
+            "write one for each, or use dist_checkpointing"
         )
     return (
         f"{a.name} of stage {a.stage} and {b.name} of stage {b.stage} have the same values, on pipeline ranks "

@@ -85,7 +85,7 @@ class StageArithmetic:
             "gradients",
             "gradients were reduced by hand (norm, max, mean): together they are of this rank's stages. "
             "core.optimizer.get_grad_norm(parameters) is the model's norm, core.optimizer.clip_grad_norm_ "
-            "clips by it",
+            "clips by it; those of one layer, which one stage has, are right as they are",
         )
 
     def _warn_once(self, kind: str, message: str) -> None:

@@ -3,7 +3,7 @@ gradient clipping by the norm of one stage, a DDP over ranks of other stages, an
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import Hears, StageArithmetic
 from core.pipeline.run.checks.updates import StageUpdates
+from core.pipeline.run.tied import tell_of_twins
 
 SAMPLED_GRADIENTS = 4  # per rank, the smallest ones
 SAMPLED_ELEMENTS = 2  # of each, the largest ones
@@ -161,11 +162,14 @@ class PlainLoopWatch:
     def __init__(
         self,
         ps: ParallelState,
-        modules: Sequence[nn.Module],
+        stages: Mapping[int, nn.Module],
         sums: Hears,
         owns_updates: bool,
+        has_told_of_twins: bool,
     ) -> None:
-        self._modules = modules
+        self._by_stage = stages
+        self._has_told_of_twins = has_told_of_twins
+        self._modules = modules = [*stages.values()]
         self._scales = ScaleWatch(ps, modules) if owns_updates else None
         self.updates = StageUpdates(ps, modules, compares_writes=owns_updates)
         self._ps = ps
@@ -197,6 +201,9 @@ class PlainLoopWatch:
         if is_watched_step(self._steps) and not self._told_of_numbers:
             self._compare_numbers()
         self._steps += 1
+        # weights that were drawn, or loaded, after the pipeline was made
+        if is_watched_step(self._steps) and not self._has_told_of_twins:
+            self._has_told_of_twins = tell_of_twins(self._by_stage, self._ps)
         is_watched = self._scales is not None and self._scales.after_step()
         self._arithmetic.open(look_again=is_watched)
 

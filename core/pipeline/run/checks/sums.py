@@ -30,6 +30,9 @@ ROUNDING = 1.01
 NORMS = {"norm", "vector_norm", "matrix_norm", "foreach_norm", "sum"}
 
 
+_LIMITS = ("clamped", "added", "compared")
+
+
 class SumsWatch:
     """Warns once, at an optimizer's first step after an executor's, if nobody has divided by the tokens.
 
@@ -65,6 +68,9 @@ class SumsWatch:
         self._samples: list[SampledElements] = []
         # id of a parameter -> what its gradient was scaled by, by hand
         self._factors: dict[int, float] = {}
+        # what hooks on gradients did in this step
+        self._hears_hooks = False
+        self._in_hooks = ""
         before_optimizer_steps(self._look)
         self._own_gradients = OwnGradients(modules, ps)
 
@@ -74,14 +80,37 @@ class SumsWatch:
         self._forget()
         self._own_gradients.close()
 
+    def before_step(self) -> None:
+        """Hear what hooks on gradients do in the step; without hooks it costs nothing."""
+        self._in_hooks = ""
+        if not self._is_over and is_watched_step(self._steps + 1):
+            self._forget()
+            hooked = [p for p in dict.fromkeys(parameters_of(self._modules)) if p._backward_hooks]
+            self._hears_hooks = bool(hooked) and self._by_hand.open_for_hooks(hooked)
+
+    def _tell_of_hooks(self, num_tokens: float) -> None:
+        self.close()
+        warnings.warn(
+            f"{self._in_hooks} in a hook on a parameter's gradient takes sums of losses over the tokens of a "
+            f"microbatch, {num_tokens:g} in the step, as the executor makes them: a norm is as much larger, a limit "
+            "as much smaller than meant. Change p.grad after the step, divided by result.num_tokens, and call "
+            "step(num_tokens=1) of an optimizer of ours; if loss_fn returns what you mean to minimise, return "
+            "1 / num_microbatches as its count",
+            stacklevel=6,
+        )
+
     @torch.no_grad()
     def after_step(self, result: StepResult, loss_scale: float | Tensor) -> StepResult:
         """Remember what the executor's step left; returns `result`."""
         self._forget()
+        self._hears_hooks = False
         self._own_gradients.after_step(result.num_tokens)
         if self._is_over:
             return result
         self._steps += 1
+        if self._in_hooks and float(result.num_tokens) * float(loss_scale) > ROUNDING:
+            self._tell_of_hooks(float(result.num_tokens))
+            return result
         if is_watched_step(self._steps):
             self._result = result
             self._divisor = loss_scale
@@ -95,13 +124,15 @@ class SumsWatch:
 
     def hear(self, heard: Heard) -> None:
         """What a program did with a gradient by hand, before an update. Warns, once, where it is still a sum."""
+        if self._hears_hooks and (heard.kind in _LIMITS or heard.name in NORMS):
+            self._in_hooks = heard.name
         if self._result is None or not heard.of_gradient:
             return
         if heard.kind in ("scaled", "applied") and not self._is_still_sum(heard):
             self._is_divided = True
             self._by_hand.close()
         is_norm = self._hears_norms and (heard.kind == WHOLE_NORM or heard.name in NORMS)
-        is_told = is_norm or heard.kind in ("clamped", "added", "applied")
+        is_told = is_norm or heard.kind in _LIMITS or heard.kind == "applied"
         if self._is_divided or not (is_told and self._is_sum(1.0)):
             return
         num_tokens = float(self._result.num_tokens)
