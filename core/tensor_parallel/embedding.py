@@ -51,6 +51,7 @@ class VocabParallelEmbedding(PlacedModule):
     """
 
     is_whole_outside = True
+    stands_for = "Embedding"
 
     def __init__(
         self,

@@ -42,6 +42,8 @@ class ColumnParallelLinear(PlacedModule):
     Raises ValueError: the split dim does not divide over the group.
     """
 
+    stands_for = "Linear"
+
     def __init__(
         self,
         input_size: int,
@@ -109,6 +111,7 @@ class RowParallelLinear(PlacedModule):
     """
 
     input_is_split = True
+    stands_for = "Linear"
 
     def __init__(
         self,

@@ -7,7 +7,8 @@ forward shows the outermost module around them, which gets two hooks: `SplitWatc
 import sys
 import warnings
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +144,10 @@ def _in_constructor() -> bool:
     return False
 
 
+# of what is no function of Python's
+_NO_CODE = (lambda: None).__code__
+
+
 class PlacedModule(SpreadModule):
     """A parallel layer: what watches the module that it will be in knows of it, and of its copies."""
 
@@ -151,12 +156,27 @@ class PlacedModule(SpreadModule):
     # the dim of its weight's output dims of which each rank returns a part
     split_output: int | None = None
     is_whole_outside = False  # whether it takes and returns what all ranks have alike
+    stands_for = ""  # the name of torch's class that one process has in its place
 
     def place_in(self, own_modules: OwnModules | None) -> None:
         """Called where the layer is whole."""
         if own_modules is not None:
             self.own_modules = own_modules
             own_modules.add(self)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """As torch's. Warns of initial values that `fn` has for torch's class alone: `isinstance(m, nn.Linear)`."""
+        before = [p._version for p in self.parameters()]
+        super().apply(fn)
+        names = getattr(getattr(fn, "__func__", fn), "__code__", _NO_CODE).co_names
+        is_chosen = self.stands_for in names and type(self).__name__ not in names
+        if is_chosen and before == [p._version for p in self.parameters()]:
+            warnings.warn(
+                f"model.apply(fn): fn names nn.{self.stands_for}, which a {type(self).__name__} is not, and left its "
+                f"weights as they were. Choose by isinstance(m, (nn.{self.stands_for}, {type(self).__name__}))",
+                stacklevel=4,
+            )
+        return self
 
     def _save_to_state_dict(self, *args: Any) -> None:
         if self.own_modules is not None and not called_by_core(sys._getframe(1)):
