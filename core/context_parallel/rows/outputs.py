@@ -332,7 +332,7 @@ class Sums(Follower):
 
         def note(gradient: Tensor) -> None:
             if self._backwards < _BACKWARDS and not torch._C._are_functorch_transforms_active():
-                self._numbers[:2] += fingerprint(gradient.detach()) * (place / divisor)
+                self._numbers[:2] += fingerprint(gradient.detach()) * (place / (divisor or 1))
                 total.weight = gradient.detach().sum().double() * rows
                 self._shared.note(total, gradient)
 
