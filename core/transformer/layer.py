@@ -115,7 +115,9 @@ class Layers(nn.ModuleDict):
         return super().__getitem__(str(key))
 
     def __len__(self) -> int:
-        if self._is_stage() and called_by_program(sys._getframe(1)):
+        frame = sys._getframe(1)
+        # `list(layers)` asks for its length as well
+        if self._is_stage() and called_by_program(frame) and "len(" in line_of_program(frame):
             self._tell("len(layers) is the number of this stage's")
         return super().__len__()
 

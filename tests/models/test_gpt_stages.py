@@ -105,6 +105,7 @@ USES = {
     "len": lambda layers: len(layers),
     "enumerate": lambda layers: [i for i, layer in enumerate(layers.values())],
     "first": lambda layers: list(layers.values())[0],  # noqa: RUF015
+    "list": lambda layers: list(layers),
     "all": lambda layers: [layer.eval() for layer in layers.values()],
     "by number": lambda layers: {int(number): layer for number, layer in layers.items()},
     "modules": lambda layers: layers.to(torch.float64),

@@ -112,10 +112,12 @@ def tell_of_twins(modules: Mapping[int, nn.Module], ps: ParallelState) -> bool:
 
 
 def _is_constant(matrix: Tensor) -> bool:
-    """At most two values, as zeros, ones and identities have: every model starts with some of those."""
+    """At most two values, as zeros, ones and identities have: every model starts with some of those. Or NaN."""
     if not matrix.numel():
         return True
     low, high = matrix.detach().aminmax()
+    if low.isnan():
+        return True
     return bool(((matrix == low) | (matrix == high)).all())
 
 
