@@ -1,6 +1,7 @@
 """Hooks that write rows of hidden states over context ranks by number or by mask: steering, activation patching."""
 
 import torch
+import torch.distributed as dist
 
 from tests.zoo.case import Case, Family
 from tests.zoo.context_losses import LAYOUTS, by, by_number
@@ -57,6 +58,24 @@ def by_document(program):
     losses = program.losses().flatten()
     lengths = torch.tensor([losses.numel() // 2] * 2)
     return torch.segment_reduce(losses, "max", lengths=lengths).mean()
+
+
+def captured(of_hidden, averages=False):
+    """What a hook of a forward without gradients saw is added to hidden states of the next one."""
+
+    def loss_of(program):
+        layer, seen = program.model.decoder.layers[0], []
+        handle = layer.register_forward_hook(lambda module, args, hidden: seen.append(of_hidden(hidden)))
+        with torch.no_grad():
+            program.losses()
+        handle.remove()
+        vector = torch.as_tensor(seen[0])
+        if averages and program.group is not None:
+            dist.all_reduce(vector, group=program.group.process_group)
+            vector /= program.ranks
+        return steered(lambda hidden, v: hidden + vector)(program)
+
+    return loss_of
 
 
 def kept(hidden, seed):
@@ -120,6 +139,28 @@ CASES = [
         SEEDS,
         ONE_SEED,
     ),
+    Case(
+        "a steering vector, the mean of hidden states without gradients",
+        by(captured(lambda h: h.mean((0, 1)))),
+        "told",
+        "mean of rows which are this context rank's",
+        "averaged by `all_reduce` before it is added",
+    ),
+    Case(
+        "a steering vector of one position",
+        by(captured(lambda h: h[ROW].mean(0))),
+        "told",
+        "getitem of rows which are this context rank's",
+        POSITIONS,
+    ),
+    Case(
+        "a steering vector by `.tolist()`",
+        by(captured(lambda h: [sum(x) / len(x) for x in zip(*h.flatten(0, 1).tolist(), strict=True)])),
+        "told",
+        "values of rows which are this context rank's",
+        "`gather_from_context_region` before",
+    ),
+    Case("a steering vector, averaged over the ranks", by(captured(lambda h: h.mean((0, 1)), averages=True))),
     Case("a hook, `h + v`", by(steered(lambda h, v: h + v))),
     Case("a hook, `h.index_fill(2, columns, 0.0)`", by(steered(lambda h, v: h.index_fill(2, numbers(), 0.0)))),
     by_number("`for row, n in zip(losses, lengths): row[n]`", last_by_length),

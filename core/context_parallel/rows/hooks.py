@@ -7,6 +7,7 @@ part. Only modules with such hooks are looked at, and only in the forwards that 
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -36,7 +37,9 @@ class HookedRows:
 
         def mark(values: Any) -> None:
             for x in pytree.tree_leaves(values):
-                if type(x) is Tensor and x.dim() == 3 and x.requires_grad and len(x) in shares:
+                # of a forward without gradients whatever hooks get; of another what trains
+                is_looked_at = type(x) is Tensor and x.requires_grad == torch.is_grad_enabled()
+                if is_looked_at and x.dim() == 3 and len(x) in shares:
                     follow(x)
 
         for part in parts:

@@ -119,7 +119,8 @@ class Sums(Follower):
         name, inputs, result = call.name, call.inputs, call.result
         args, kwargs = call.args, call.kwargs
         needs_gradient = any(x.requires_grad for x in inputs)
-        if name in ("numpy", "array"):
+        goes_to_lists = name == "tolist" and self.is_evaluation and not self._is_loss
+        if name in ("numpy", "array") or goes_to_lists:
             # nothing is heard of what is made of them there
             self._owner.tell_of_log("values of", reads.NUMPY_REMEDY, "go to numpy")
         try:
@@ -143,7 +144,9 @@ class Sums(Follower):
                 if not needs_gradient:
                     self._backward_of_head.listen(tensor, self.compare)
         elif not needs_gradient:
-            if isinstance(outcome, (str, float)) or (
+            if name == "setitem" and isinstance(outcome, Finding):
+                self._tell_if_used(outcome, result)
+            elif isinstance(outcome, (str, float)) or (
                 isinstance(outcome, Finding) and outcome.kind in ("reduction", "cut")
             ):
                 self._mark_statistic(result, name)
@@ -266,10 +269,7 @@ class Sums(Follower):
         elif is_read:
             self.read(name, first)
         # where it has a gradient itself, a hook waits for that
-        elif not first.requires_grad and any(
-            isinstance(x, Tensor) and x.requires_grad
-            for x in pytree.tree_leaves((call.args, call.kwargs))
-        ):
+        elif not first.requires_grad and reads.meets_rows(call, self.is_evaluation):
             text = f"{first.partial} of rows {_OF_A_RANK}, comes to the loss by {name}"
             of_places = kind_of(first.partial) == "cut"
             self._owner.tell(text, *([factors.POSITIONS_REMEDY] if of_places else []))

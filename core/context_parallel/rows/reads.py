@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
-from core.parallel_state.by_hand.split_tensor import SplitTensor
+from core.parallel_state.by_hand.split_tensor import Call, SplitTensor
 
 # of the rows that a rank has they say nothing about the others', in a log as well
 _STATISTIC_NAMES = """
@@ -42,6 +43,14 @@ LOG_REMEDY = (
 def is_statistic(x: SplitTensor) -> bool:
     """Whether it is of this rank's rows, and nobody has written the ranks' into it since."""
     return bool(x.partial) and hasattr(x, "counted") and torch.equal(x, x.counted)
+
+
+def meets_rows(call: Call, is_evaluation: bool) -> bool:
+    """Whether a statistic comes to what is trained, or to rows of an evaluation (a steering vector)."""
+    if is_evaluation and any(not x.partial for x in call.inputs):
+        return True
+    leaves = pytree.tree_leaves((call.args, call.kwargs))
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
 
 
 class ReadLoss(float):

@@ -57,8 +57,10 @@ class RowSums:
         self._forwards = 0
         self._forwards_inside = 0
         self._evaluations = 0
+        self._hooked_evaluations = 0
         # kept, since tensors hold who follows them weakly
         self._evaluated: deque[Sums] = deque(maxlen=4)
+        self._hooked: deque[Sums] = deque(maxlen=64)
         self.gradients = GradientRows()
         self._synced = SyncedWeight()
         self._as_written = AsWritten()
@@ -148,9 +150,7 @@ class RowSums:
         if self.group is None:
             return
         if not torch.is_grad_enabled():
-            # what calibration makes of them `DataParallel` finds in the weights
-            if not hasattr(model, HOOKED) and self._inside.has_hooks(model):
-                setattr(model, HOOKED, True)
+            self._look_at_evaluation(model, shares)
             return
         self._forwards_inside += 1
         # a teacher may have been made after the model that is trained
@@ -170,6 +170,23 @@ class RowSums:
             hidden.register_hook(followed.compare)
             if not self.told:
                 followed.mark(hidden, axes_of_rows(hidden, 0))
+
+        self._inside.attach(model, shares, follow)
+
+    def _look_at_evaluation(self, model: nn.Module, shares: tuple[int, ...]) -> None:
+        """Follow what hooks are given without gradients: steering vectors, calibration."""
+        if not self._inside.has_hooks(model):
+            return
+        # what calibration makes of them `DataParallel` finds in the weights
+        setattr(model, HOOKED, True)
+        self._hooked_evaluations += 1
+        if self._told_of_log or not is_turn(self._hooked_evaluations):
+            return
+
+        def follow(hidden: Tensor) -> None:
+            followed = Sums(self, hidden)
+            followed.mark(hidden, axes_of_rows(hidden, 0))
+            self._hooked.append(followed)
 
         self._inside.attach(model, shares, follow)
 
