@@ -305,7 +305,7 @@ def test_an_executors_loss_that_is_no_sum_over_rows_is_told(ranks, loss_fn, mess
         assert all(message in text for text in told)
 
 
-def said_in_an_evaluation():
+def said_in_an_evaluation(number):
     ps = state(cp=2)
     tokens = torch.arange(4 * 16).view(4, 16) % VOCAB
     rows = context_batch({"tokens": tokens, "labels": tokens.roll(-1, 1)}, ps)
@@ -313,15 +313,14 @@ def said_in_an_evaluation():
     with warnings.catch_warnings(record=True, action="always") as caught, torch.no_grad():
         for _ in range(3):
             losses = model(**rows)
-            mean = f"{losses.mean():.3f}"
-        before = len(caught)
-        largest = f"{model(**rows).max():.3f}"
-    return mean, largest, before, [str(w.message) for w in caught]
+            text = f"{getattr(losses, number)():.3f}"
+    return text, [str(w.message) for w in caught]
 
 
-def test_a_largest_loss_of_own_rows_is_told_in_an_evaluation_too(ranks):
-    for _, _, before, told in ranks(said_in_an_evaluation, world=2):
-        assert before == 0 and len(told) == 1 and "max of rows which are this context rank's is read" in told[0], told
+@pytest.mark.parametrize("number, said", [("max", "max of"), ("mean", "mean over"), ("sum", "sum over")])
+def test_a_number_of_own_rows_that_is_printed_is_told_in_an_evaluation(ranks, number, said):
+    for _, told in ranks(said_in_an_evaluation, number, world=2):
+        assert len(told) == 1 and f"{said} rows which are this context rank's is read" in told[0], told
 
 
 def best(scores):

@@ -161,6 +161,17 @@ CASES = [
         "`gather_from_context_region` before",
     ),
     Case("a steering vector, averaged over the ranks", by(captured(lambda h: h.mean((0, 1)), averages=True))),
+    Case(
+        "a hook, `h + h.sign() / h.shape[0] ** 0.5`",
+        by(steered(lambda h, v: h + h.sign() / h.shape[0] ** 0.5)),
+        "told",
+        "by the number of rows which are this context rank's",
+        "the length of whole sequences",
+    ),
+    Case(
+        "a hook, `h.view(h.shape[0], -1, 4)`",
+        by(steered(lambda h, v: h.view(h.shape[0], h.shape[1], -1, 4).flatten(2))),
+    ),
     Case("a hook, `h + v`", by(steered(lambda h, v: h + v))),
     Case("a hook, `h.index_fill(2, columns, 0.0)`", by(steered(lambda h, v: h.index_fill(2, numbers(), 0.0)))),
     by_number("`for row, n in zip(losses, lengths): row[n]`", last_by_length),

@@ -20,7 +20,6 @@ from core.context_parallel.rows.frozen import BackwardOfHead
 from core.context_parallel.rows.owner import Owner
 from core.context_parallel.rows.reads import (
     BRANCHES,
-    DECISIONS,
     MEAN,
     READS,
     STATISTICS,
@@ -90,7 +89,10 @@ class Sums(Follower):
         logits.register_hook(note)
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
-        if isinstance(tensor, Tensor) and (tensor.is_floating_point() or partial):
+        # of an evaluation comparisons and predictions, too: which rank a label has, exact matches
+        if isinstance(tensor, Tensor) and (
+            tensor.is_floating_point() or partial or self.is_evaluation
+        ):
             super().mark(tensor, axes, partial)
 
     def follow(self, call: Call) -> None:
@@ -241,7 +243,8 @@ class Sums(Follower):
 
     def _mark_statistic(self, result: Any, name: str, *, is_place: bool = False) -> None:
         """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
-        is_place |= name in STATISTICS  # of the largest, as a number of a row
+        # of the largest, as a number of a row; of an evaluation counts, too
+        is_place |= name in STATISTICS or self.is_evaluation
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and (
                 tensor.is_floating_point() or tensor.dtype is torch.bool or is_place
@@ -260,12 +263,9 @@ class Sums(Follower):
         if not numbers or name in ("backward", "grad", "register_hook"):
             return
         first = numbers[0]
-        decides = self.is_evaluation and name in DECISIONS
         is_read = name in READS and not isinstance(result, Tensor)
-        # for numpy decides what is not seen; of an evaluation, a number that no rank has
-        decides |= bool(first.dim()) and name in ("numpy", "array")
-        if (first.dim() or is_read) and first.partial not in STATISTICS and decides:
-            self._owner.tell_of_log(f"{first.partial} over", reads.SUM_REMEDY)
+        if reads.decides(name, first, is_read, self.is_evaluation):
+            self._owner.tell_of_log(*reads.log_of(first))
         elif is_read:
             self.read(name, first)
         # where it has a gradient itself, a hook waits for that
@@ -280,8 +280,8 @@ class Sums(Follower):
 
     def read(self, name: str, tensor: SplitTensor) -> None:
         """Told of a largest loss and its like; what is a mean's part is left alone, as over data ranks."""
-        if tensor.partial in STATISTICS and is_statistic(tensor):
-            self._owner.tell_of_log(f"{tensor.partial} of")
+        if is_statistic(tensor) and (tensor.partial in STATISTICS or self.is_evaluation):
+            self._owner.tell_of_log(*reads.log_of(tensor))
 
     def _tell_if_used(self, finding: Finding, result: Any) -> None:
         """Where a gradient comes back through it: nothing is said of what is only looked at."""

@@ -45,6 +45,21 @@ def is_statistic(x: SplitTensor) -> bool:
     return bool(x.partial) and hasattr(x, "counted") and torch.equal(x, x.counted)
 
 
+def decides(name: str, number: SplitTensor, is_read: bool, is_evaluation: bool) -> bool:
+    """Whether something is decided by numbers of a rank's rows; of an evaluation they are no rank's."""
+    are_several = bool(number.dim())
+    # for numpy decides what is not seen
+    is_used = (is_evaluation and name in DECISIONS) or (are_several and name in ("numpy", "array"))
+    return is_used and (are_several or is_read) and number.partial not in STATISTICS
+
+
+def log_of(number: SplitTensor) -> tuple[str, str]:
+    """What is told of it, and the remedy."""
+    if number.partial in STATISTICS:
+        return f"{number.partial} of", LOG_REMEDY
+    return f"{number.partial} over", SUM_REMEDY
+
+
 def meets_rows(call: Call, is_evaluation: bool) -> bool:
     """Whether a statistic comes to what is trained, or to rows of an evaluation (a steering vector)."""
     if is_evaluation and any(not x.partial for x in call.inputs):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from core.autograd import has_main_grad
 from core.context_parallel.rows.batches import BatchRows
 from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
+from core.context_parallel.rows.hidden import HiddenSums
 from core.context_parallel.rows.hooks import HookedRows
 from core.context_parallel.rows.outputs import Sums
 from core.context_parallel.rows.reads import LOG_REMEDY
@@ -166,7 +167,7 @@ class RowSums:
         self._synced.choose(model)
 
         def follow(hidden: Tensor) -> None:
-            followed = Sums(self, hidden, judges_totals=not sums)
+            followed = HiddenSums(self, hidden, judges_totals=not sums)
             hidden.register_hook(followed.compare)
             if not self.told:
                 followed.mark(hidden, axes_of_rows(hidden, 0))
@@ -184,7 +185,7 @@ class RowSums:
             return
 
         def follow(hidden: Tensor) -> None:
-            followed = Sums(self, hidden)
+            followed = HiddenSums(self, hidden)
             followed.mark(hidden, axes_of_rows(hidden, 0))
             self._hooked.append(followed)
 

@@ -41,11 +41,12 @@ def _following(base: type, name: str) -> Callable[..., Any]:
         # an int leaves the arithmetic with a float to that
         if result is NotImplemented and base is int and isinstance(others[0], float):
             result = getattr(float, name)(int.__float__(self), *others)
+        # of a tensor, or what else, which computes it itself
+        if type(result) not in (int, float):
+            return result
         # times the number of ranks it is the size of all
         is_of_all = "mul" in name and others == (self.ranks,)
-        if type(result) in (int, float) and not is_of_all:
-            return number_of_part(result, self.ranks, self.as_floats)
-        return result
+        return result if is_of_all else number_of_part(result, self.ranks, self.as_floats)
 
     return method
 
