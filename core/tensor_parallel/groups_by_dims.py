@@ -85,22 +85,11 @@ class DimsWatch:
             )
 
 
-class BiasWatch:
+class BiasWatch(DimsWatch):
     """Of one linear that stands for several, whose model is a program's own, until an optimizer holds its bias."""
 
-    def __init__(self, linear: nn.Module) -> None:
-        self._linear = weakref.ref(linear)
-        self._listener: StepListener | None = before_optimizer_steps(self._before_step)
-
-    def end(self) -> None:
-        """Nobody looks any more."""
-        if self._listener is not None:
-            self._listener.remove()
-        self._listener = None
-
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        linear = self._linear()
-        bias = getattr(linear, "bias", None)
+        bias = getattr(self._model(), "bias", None)
         groups = [
             ({id(p): p for p in group["params"]}, float(group.get("weight_decay") or 0.0))
             for group in optimizer.param_groups

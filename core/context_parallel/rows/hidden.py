@@ -2,7 +2,10 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from core.context_parallel.rows.outputs import Sums
+from core.context_parallel.rows.owner import Owner
 from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_tensor import Call
 
@@ -15,25 +18,22 @@ _SIZE_REMEDY = (
 class HiddenSums(Sums):
     """Of one hidden state; also what is scaled by the number of its rows, as NEFTune's alpha / sqrt(L d)."""
 
-    _as_floats: set[int]
+    def __init__(self, owner: Owner, hidden: Tensor, *, judges_totals: bool = True) -> None:
+        super().__init__(owner, hidden, judges_totals=judges_totals)
+        # sizes of the rows that C functions took
+        self._as_floats: set[int] = set()
 
     def sizes(self, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """The same; that of the rows is a number that is known again."""
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         group = self._owner.group
         assert group is not None
-        if not hasattr(self, "_as_floats"):
-            self._as_floats = set()
         return sizes_of_parts(result, args[0].axes, dim, group.size, self._as_floats)
 
     def follow(self, call: Call) -> None:
-        sizes = getattr(self, "_as_floats", None)
+        values = (call.args, call.kwargs)
         of_rows = any(not x.partial for x in call.inputs)
-        if (
-            sizes is not None
-            and of_rows
-            and scales_by_a_part(call.name, (call.args, call.kwargs), sizes)
-        ):
+        if of_rows and scales_by_a_part(call.name, values, self._as_floats):
             what = f"{call.name} scales hidden states by the number of rows which are this context rank's"
             self._owner.tell(what, _SIZE_REMEDY)
         super().follow(call)
