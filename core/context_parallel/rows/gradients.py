@@ -132,26 +132,25 @@ class GradientRows(Follower):
             self._tell_of_parts(name)
 
     def _tell_of_parts(self, name: str) -> None:
+        self._warn(
+            f"{name} of a parameter's gradient, which torch.autograd.grad made of this context rank's rows alone. "
+            f"{_PARTS_REMEDY}"
+        )
+
+    def _warn(self, text: str) -> None:
         if not self._told:
             self._told = True
-            warnings.warn(
-                f"context parallelism: {name} of a parameter's gradient, which torch.autograd.grad made of this "
-                f"context rank's rows alone. {_PARTS_REMEDY}",
-                stacklevel=6,
-            )
+            warnings.warn(f"context parallelism: {text}", stacklevel=7)
 
     def _mark_all(self, result: Any, partial: str) -> None:
         for tensor in pytree.tree_leaves(result):
             self.mark(tensor, None, partial)
 
     def _tell(self, made: str, name: str) -> None:
-        if not self._told:
-            self._told = True
-            warnings.warn(
-                f"context parallelism: {made} of a gradient's rows which are this context rank's changes them by "
-                f"{name}, not that of all rows. {_REMEDY}",
-                stacklevel=6,
-            )
+        self._warn(
+            f"{made} of a gradient's rows which are this context rank's changes them by {name}, not that of all "
+            f"rows. {_REMEDY}"
+        )
 
 
 def _is_tensor_beside(x: Any, rows: list[SplitTensor]) -> bool:
