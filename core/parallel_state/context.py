@@ -86,7 +86,7 @@ class ContextRows:
         """
         rows = self.cut(tensor, dim)
         if rows is not tensor and rows.dim() == 2 and dim in (1, -1):
-            rows_are_cut(self.group, rows)
+            rows_are_cut(self.group, rows, tensor)
         return rows
 
     def cut(self, tensor: Tensor, dim: int) -> Tensor:
@@ -152,7 +152,7 @@ def context_batch(batch: Mapping[str, Any], ps: "ParallelState") -> dict[str, An
     if local_batch.get("position_ids") is None:
         local_batch["position_ids"] = rows.rows(s).to(tokens.device).expand(b, -1)
     of_rows = {name: local_batch[name] for name in _PER_TOKEN if name in local_batch}
-    batch_is_cut(ps.group("cp"), of_rows, tokens)
+    batch_is_cut(ps.group("cp"), of_rows, batch)
     mark_documents(local_batch)
     return local_batch
 

@@ -33,7 +33,7 @@ class Rows:
         self.leaves = [torch.rand(shape, generator=draws).requires_grad_() for shape in shapes]
         self.mask, self.position_ids = mine["loss_mask"], mine["position_ids"]
         self.labels = mine["labels"].masked_fill(self.mask == 0, -100)
-        self.sums = RowSums(ps.group("cp"))
+        self.sums = RowSums(ps)
         self.group = ps.group("cp").process_group
 
     def outputs(self, *, followed):

@@ -15,6 +15,7 @@ FAMILIES: list[str] = [
     "context_batches",
     "context_labels",
     "context_vocabulary",
+    "context_wholes",
     "context_means",
     "context_hooks",
     "context_teachers",

@@ -11,6 +11,7 @@ from tests.zoo import (
     context_means,
     context_teachers,
     context_vocabulary,
+    context_wholes,
 )
 from tests.zoo.case import judge, observe
 
@@ -20,6 +21,7 @@ FAMILIES = {
     "hooks": context_hooks,
     "labels": context_labels,
     "vocabulary": context_vocabulary,
+    "wholes": context_wholes,
     "means": context_means,
     "teachers": context_teachers,
 }

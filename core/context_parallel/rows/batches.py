@@ -13,17 +13,19 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows.factors import RowFactors
+from core.context_parallel.rows.follower import FollowsRows
 from core.context_parallel.rows.places import joins_rows
 from core.context_parallel.rows.reads import MEAN, READS
 from core.context_parallel.rows.selections import selected
 from core.context_parallel.rows.sequences import NUM_SEQUENCES, keep_sequences
+from core.context_parallel.rows.wholes import Wholes
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.part_sizes import number_of_part
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, outcome_of
 from core.parallel_state.by_hand.split_names import LINEAR
-from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
+from core.parallel_state.by_hand.split_tensor import Call, SplitTensor
 from core.parallel_state.collectives.checks import fingerprint
 
 # batches that are cut ahead of a forward, at most: more are no training's
@@ -46,8 +48,6 @@ MATCH_REMEDY = (
     "Take it over the ranks before it is counted: torch.distributed.all_reduce(is_match.int(), "
     "op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_context_parallel_group())"
 )
-# `x *= y`
-_ASSIGNMENTS = ("iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor")
 _COUNTS = ("bincount", "histc", "histogram", "searchsorted", "bucketize")
 REMEDY = (
     "Make weights, masks and shifted labels of whole sequences, before context_batch cuts the batch: it cuts tokens, "
@@ -57,6 +57,10 @@ REMEDY = (
 
 
 class _Teller(Protocol):
+    wholes: Wholes
+    # whether what is called on this forward's rows is repeated on whole sequences
+    repeats: bool
+
     def tell(self, what: str, remedy: str) -> None: ...
 
     def tell_of_log(self, name: str, remedy: str) -> None: ...
@@ -67,13 +71,15 @@ def is_of_batch(x: SplitTensor) -> bool:
     return isinstance(x.seen_by(), BatchRows)
 
 
-class BatchRows(Follower):
+class BatchRows(FollowsRows):
     """Of one model's batches, each until a forward that nobody follows."""
 
     def __init__(self, owner: _Teller) -> None:
         super().__init__()
         self._owner = owner
-        self._ahead = 0
+        self.wholes = owner.wholes
+        # batches that were cut since the last forward
+        self.ahead = 0
         # plain tensors by which rows are multiplied or chosen, since the batch was cut
         self.factors = RowFactors(torch.device("cpu"))
         # counts that the program has read, as Python numbers
@@ -87,27 +93,34 @@ class BatchRows(Follower):
         of_rows = self.factors.batch_numbers
         return torch.cat((of_rows, self._of_sequences.to(of_rows.device)))
 
-    def begin(self, batch: Mapping[str, Any], tokens: Tensor) -> None:
-        """Follow the entries [b, s/cp] of a batch that was just cut; tokens: of whole sequences [b, s]."""
-        self._ahead += 1
-        if self._ahead > _AHEAD:
+    def begin(self, batch: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
+        """Follow the entries [b, s/cp] of a batch that was just cut of `whole` sequences, [b, s]."""
+        self.ahead += 1
+        if self.ahead > _AHEAD:
             return
-        if self._ahead == 1:
+        if self.ahead == 1:
             self.factors = RowFactors(next(iter(batch.values())).device)
-        for x in batch.values():
-            self.add(x)
+            self.wholes.begin()
+        for name, x in batch.items():
+            self.add(x, whole.get(name))
         # with the rows: which batch a forward is given is known by them
-        rows = batch.get("tokens", batch.get("input_ids"))
-        rows.of_sequences = fingerprint(tokens.double())
+        name = "tokens" if "tokens" in batch else "input_ids"
+        batch[name].of_sequences = fingerprint(whole[name].double())
 
-    def add(self, x: Any) -> None:
-        """Follow [b, s/cp] that was cut for a batch."""
-        if type(x) is Tensor and x.dim() == 2 and not x.requires_grad and self._ahead <= _AHEAD:
-            self.mark(x, (*split_axes.plain(x.shape[:1]), ((x.shape[1], True),)))
+    def add(self, x: Any, whole: Tensor | None) -> None:
+        """Follow [b, s/cp] that was cut for a batch, of `whole`; None: of the places in sequences."""
+        if type(x) is not Tensor or x.dim() != 2 or x.requires_grad or self.ahead > _AHEAD:
+            return
+        self.mark(x, (*split_axes.plain(x.shape[:1]), ((x.shape[1], True),)))
+        if self._owner.repeats:
+            places = torch.arange(x.shape[1] * self.wholes.ranks, device=x.device)
+            whole = places.expand(len(x), -1) if whole is None else whole
+            # into which the program may write
+            self.wholes.add(x, whole.clone(), None)
 
     def forward_begins(self, inputs: tuple[Any, ...]) -> None:
         """Of a model that is followed: what is made across rows must not be its input."""
-        self._ahead = 0
+        self.ahead = 0
         unknown = torch.zeros(NUM_SEQUENCES, dtype=torch.float64)
         self._of_sequences = getattr(inputs[0], "of_sequences", unknown)
         for x in inputs:
@@ -125,8 +138,11 @@ class BatchRows(Follower):
         name, inputs, args, result = call.name, call.inputs, call.args, call.result
         keep_sequences(call)
         # of outputs another is in charge
-        other = next((x.seen_by() for x in inputs if not is_of_batch(x)), None)
+        other: Any = next((x.seen_by() for x in inputs if not is_of_batch(x)), None)
         if other is not None:
+            # `tokens[:, 1:] = own[:, :-1]`
+            if name == "setitem" and isinstance(args[0], SplitTensor) and is_of_batch(args[0]):
+                self._write(args, [x for x in inputs if is_of_batch(x) and is_changed(x)])
             other.follow(call)
             return
         if name == "all_reduce":
@@ -150,7 +166,7 @@ class BatchRows(Follower):
         elif not changed and joins_rows(name, args, call.kwargs):
             written = args[0] if name == "setitem" else result
             self._change(written, name, _axes_like(inputs[0], written))
-        elif _writes(call) and self._is_part_of_rows(args[0]):
+        elif call.writes and self._is_part_of_rows(args[0]):
             self._tell_of_places(name, args[0])
         elif name == "setitem":
             self._write(args, changed)
@@ -311,13 +327,6 @@ class BatchRows(Follower):
         for number in pytree.tree_leaves(result):
             if isinstance(number, (int, float)) and len(self.read_numbers) < 100:
                 self.read_numbers.add(float(number))
-
-
-def _writes(call: Call) -> bool:
-    """Whether it writes into its first argument."""
-    name = getattr(call.func, "__name__", "")
-    is_method = name.endswith("_") and not name.endswith("__")
-    return is_method or call.name in ("setitem", *_ASSIGNMENTS)
 
 
 def with_rows_alone(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from core.context_parallel.rows.outputs import Sums
 from core.context_parallel.rows.owner import Owner
+from core.context_parallel.rows.uses import is_rate
 from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_tensor import Call
 
-_SIZE_REMEDY = (
+SIZE_REMEDY = (
     "Take the length of whole sequences, h.shape[0] * parallel_state.get_context_parallel_world_size(), or a number "
     "of the program's"
 )
@@ -28,12 +29,20 @@ class HiddenSums(Sums):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         group = self._owner.group
         assert group is not None
-        return sizes_of_parts(result, args[0].axes, dim, group.size, self._as_floats)
+        known = sizes_of_parts(result, args[0].axes, dim, group.size, self._as_floats)
+        return super().sizes(args, kwargs, known)
+
+    @property
+    def makes_rates(self) -> bool:
+        """Whether the program has made of the number of rows what is no size: a root, a float."""
+        return bool(self._as_floats)
 
     def follow(self, call: Call) -> None:
+        if call.name == "len" and is_rate():
+            self._as_floats.add(call.result)
         values = (call.args, call.kwargs)
         of_rows = any(not x.partial for x in call.inputs)
         if of_rows and scales_by_a_part(call.name, values, self._as_floats):
             what = f"{call.name} scales hidden states by the number of rows which are this context rank's"
-            self._owner.tell(what, _SIZE_REMEDY)
+            self._owner.tell(what, SIZE_REMEDY)
         super().follow(call)

@@ -5,7 +5,9 @@ part. Only modules with such hooks are looked at, and only in the forwards that 
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,8 @@ from torch.utils import _pytree as pytree
 from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
 from core.parallel_state.by_hand import is_foreign
 from core.parallel_state.by_hand.as_written import is_compiled
+from core.parallel_state.by_hand.split_tensor import SplitTensor
+from core.parallel_state.collectives import Group, all_gather
 
 
 class HookedRows:
@@ -24,36 +28,53 @@ class HookedRows:
         self.gradients = gradients
 
     def attach(
-        self, model: nn.Module, shares: Collection[int], follow: Callable[[Tensor], None]
+        self,
+        model: nn.Module,
+        shares: Collection[int],
+        follow: Callable[[Tensor], None],
+        check: Callable[[Tensor, str, Tensor | None], None],
     ) -> None:
         """Call `follow` with the [rows, b, h] that hooks in `model` will be given; nothing where a part is compiled.
 
-        shares: how many rows there may be; sequence parallelism cuts them once more.
+        shares: how many rows there may be; sequence parallelism cuts them once more. check: is called with what the
+        hooks return, the name of their part, and what they were given where that is another, or was written into.
         """
         self.detach()
         if is_compiled(model):
             return
-        parts = [part for part in model.modules() if part is not model]
 
-        def mark(values: Any) -> None:
-            for x in pytree.tree_leaves(values):
-                # of a forward without gradients whatever hooks get; of another what trains
-                is_looked_at = type(x) is Tensor and x.requires_grad == torch.is_grad_enabled()
-                if is_looked_at and x.dim() == 3 and len(x) in shares:
+        # of each part what its hooks were given last, and how often that was written into
+        given: dict[str, tuple[Tensor, int]] = {}
+
+        # called as forward hooks, whose last argument is the output, and as forward pre-hooks, where it is the inputs
+        def mark(name: str, part: nn.Module, *arguments: Any) -> None:
+            for x in pytree.tree_leaves(arguments[-1]):
+                is_hidden = type(x) is Tensor and x.is_floating_point() and x.dim() == 3
+                if is_hidden and len(x) in shares:
                     follow(x)
+                if isinstance(x, SplitTensor):
+                    given[name] = x, _version(x)
 
-        for part in parts:
+        def checked(name: str, part: nn.Module, *arguments: Any) -> None:
+            before, version = given.pop(name, (None, 0))
+            for x in pytree.tree_leaves(arguments[-1]):
+                if isinstance(x, Tensor):
+                    is_changed = x is not before or _version(x) != version
+                    check(x, name, before if is_changed else None)
+
+        for name, part in model.named_modules():
+            if part is model:
+                continue
             hooks = (*part._backward_hooks.values(), *part._backward_pre_hooks.values())
             if any(map(is_foreign, hooks)):
                 self._listen_backward(part, shares)
-            if any(map(is_foreign, part._forward_hooks.values())):
-                self._handles.append(
-                    part.register_forward_hook(lambda _, __, output: mark(output), prepend=True)
-                )
-            if any(map(is_foreign, part._forward_pre_hooks.values())):
-                self._handles.append(
-                    part.register_forward_pre_hook(lambda _, inputs: mark(inputs), prepend=True)
-                )
+            for registered, register in (
+                (part._forward_hooks, part.register_forward_hook),
+                (part._forward_pre_hooks, part.register_forward_pre_hook),
+            ):
+                if any(map(is_foreign, registered.values())):
+                    self._handles.append(register(partial(mark, name), prepend=True))
+                    self._handles.append(register(partial(checked, name)))
 
     @staticmethod
     def has_hooks(model: nn.Module) -> bool:
@@ -64,6 +85,19 @@ class HookedRows:
             if part is not model and (part._forward_hooks or part._forward_pre_hooks)
             for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         )
+
+    def are_hooks_alike(self, model: nn.Module, group: Group) -> bool:
+        """Whether those of the program's are on the same parts on all ranks, not for a log on one. All-gather."""
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        names = [
+            f"{name}.{kind}.{sum(map(is_foreign, getattr(part, kind).values()))}"
+            for name, part in model.named_modules()
+            for kind in kinds
+            if any(map(is_foreign, getattr(part, kind).values()))
+        ]
+        device = next(model.parameters()).device
+        number = torch.tensor([crc32(" ".join(names).encode())], device=device)
+        return len(set(all_gather(number, group).tolist())) == 1
 
     def _listen_backward(self, part: nn.Module, shares: Collection[int]) -> None:
         """Around the program's hooks that get gradients: torch keeps the hooks of a forward for its backward."""
@@ -84,3 +118,9 @@ class HookedRows:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _version(x: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        # in inference mode nobody counts
+        return 0 if x.is_inference() else x._version

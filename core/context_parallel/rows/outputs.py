@@ -16,6 +16,7 @@ from core.context_parallel.rows.batches import (
     is_of_batch,
     with_rows_alone,
 )
+from core.context_parallel.rows.follower import FollowsRows
 from core.context_parallel.rows.frozen import BackwardOfHead
 from core.context_parallel.rows.owner import Owner
 from core.context_parallel.rows.reads import (
@@ -37,13 +38,14 @@ from core.context_parallel.rows.totals import (
     weight_of_count,
     weight_of_totals,
 )
+from core.context_parallel.rows.uses import is_compared
 from core.context_parallel.rows.verdicts import verdicts
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.part_sizes import PartNumber
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
 from core.parallel_state.by_hand.split_names import kind_of
-from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
+from core.parallel_state.by_hand.split_tensor import Call, SplitTensor
 from core.parallel_state.collectives import BACKWARD_TAG, all_gather
 from core.parallel_state.collectives.checks import fingerprint
 
@@ -53,12 +55,13 @@ _BACKWARDS = 16
 _OF_A_RANK = "which are this context rank's, not all of a sequence"
 
 
-class Sums(Follower):
+class Sums(FollowsRows):
     """What is summed over the rows of one output."""
 
     def __init__(self, owner: Owner, output: Tensor, *, judges_totals: bool = True) -> None:
         super().__init__()
         self._owner = owner
+        self.wholes = owner.wholes
         self._judges_totals = judges_totals
         self._count = 0
         self._backwards = 0
@@ -228,18 +231,11 @@ class Sums(Follower):
         self._owner.tell_of_log("a loss of", reads.BRANCH_REMEDY, "is compared")
 
     def numbers(self, tensor: SplitTensor, result: Any) -> Any:
-        """`loss.item()` as a number that tells where it is compared."""
         of_sequences = type(result) is list and is_statistic(tensor)
-        if of_sequences or (tensor.partial in (MEAN, TOTAL) and type(result) is float):
-            return pytree.tree_map(self._known_again, result)
+        is_loss = tensor.partial in (MEAN, TOTAL) and type(result) is float
+        if (of_sequences or is_loss) and is_compared():
+            self._tell_of_branch()
         return result
-
-    def _known_again(self, number: Any) -> Any:
-        if type(number) is not float:
-            return number
-        known = reads.ReadLoss(number)
-        known.tell = self._tell_of_branch
-        return known
 
     def _mark_statistic(self, result: Any, name: str, *, is_place: bool = False) -> None:
         """Numbers of this rank's rows that have no gradient, and what was made of them: a baseline, a selection."""
@@ -355,6 +351,7 @@ class Sums(Follower):
 
     def returned(self, loss: SplitTensor, count: Any) -> None:
         """Executors sum the counts of all context ranks: told if rows weigh otherwise than those of a mean."""
+        self.wholes.loss = loss
         if loss.partial != TOTAL or self._judges_totals or len(loss.totals) > 1:  # type: ignore[attr-defined]
             return
         total: Total = loss.totals[0]  # type: ignore[attr-defined]
@@ -394,7 +391,9 @@ class Sums(Follower):
         # as many comparisons on all ranks, though only one of them may have told
         self._owner.ended |= bool(gathered[:, -1].any())
         if self._owner.ended:
+            self._owner.tell_of_others(gathered[:, -1])
             return
         how = (self._judges_totals, prod(self._shape) * self._owner.is_averaged)
         for found in verdicts(gathered[:, :-1], group, self._divisors, gradient.dtype, *how):
             self._owner.tell(*filter(None, found))  # without a remedy of its own: that of sums
+        self.wholes.judge_returned()

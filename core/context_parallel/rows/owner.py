@@ -7,6 +7,7 @@ from torch import Tensor
 
 from core.context_parallel.rows.batches import BatchRows
 from core.context_parallel.rows.gradients import GradientRows
+from core.context_parallel.rows.wholes import Wholes
 from core.parallel_state.collectives import Group
 
 
@@ -20,10 +21,13 @@ class Owner(Protocol):
     is_averaged: bool
     batch: BatchRows
     gradients: GradientRows
+    wholes: Wholes
 
     def tell(self, what: str, remedy: str = ...) -> None: ...
 
     def tell_of_log(self, name: str, remedy: str = ..., does: str = ...) -> None: ...
+
+    def tell_of_others(self, told: Tensor) -> None: ...
 
     def backward_ended(self) -> None: ...
 

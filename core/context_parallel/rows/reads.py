@@ -1,8 +1,5 @@
 """Numbers of a context rank's own rows that a program reads, or decides by, as if they were of all rows."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch.utils import _pytree as pytree
 
@@ -66,26 +63,3 @@ def meets_rows(call: Call, is_evaluation: bool) -> bool:
         return True
     leaves = pytree.tree_leaves((call.args, call.kwargs))
     return any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
-
-
-class ReadLoss(float):
-    """`loss.item()` of a rank's own rows; `tell()` where it is compared."""
-
-    tell: Callable[[], None]
-
-    def __reduce__(self) -> Any:
-        return float, (float(self),)
-
-
-def _telling(name: str) -> Callable[[ReadLoss, Any], Any]:
-    compare = getattr(float, name)
-
-    def method(self: ReadLoss, other: Any) -> Any:
-        self.tell()
-        return compare(self, other)
-
-    return method
-
-
-for _name in BRANCHES:
-    setattr(ReadLoss, f"__{_name}__", _telling(f"__{_name}__"))

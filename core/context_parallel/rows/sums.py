@@ -10,7 +10,7 @@ where its rows are summed; in backward these sums' gradients are compared.
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,15 +19,18 @@ from torch import Tensor, nn
 from core.autograd import has_main_grad
 from core.context_parallel.rows.batches import BatchRows
 from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
-from core.context_parallel.rows.hidden import HiddenSums
+from core.context_parallel.rows.hidden import SIZE_REMEDY, HiddenSums
 from core.context_parallel.rows.hooks import HookedRows
 from core.context_parallel.rows.outputs import Sums
 from core.context_parallel.rows.reads import LOG_REMEDY
 from core.context_parallel.rows.synced import SyncedWeight
+from core.context_parallel.rows.twins import has_twins
+from core.context_parallel.rows.wholes import Wholes, is_repeated
 from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.batches import HOOKED, follow_batches
-from core.parallel_state.by_hand.split_tensor import is_turn
-from core.parallel_state.collectives import Group
+from core.parallel_state.by_hand.split_tensor import SplitTensor, is_turn
+from core.parallel_state.context import ContextRows
+from core.parallel_state.state import ParallelState
 
 _REMEDY = (
     "A mean over tokens is divided by those of all ranks: n = mask.sum(); all_reduce(n, group=parallel_state."
@@ -44,9 +47,14 @@ _WEIGHED = 2
 class RowSums:
     """Follows the outputs of a model's first forwards with gradients, and of each 17th; tells once."""
 
-    def __init__(self, group: Group | None, replicas: int = 1) -> None:
+    def __init__(self, ps: ParallelState, *, splits_vocabulary: bool = False) -> None:
         # None: one rank has all rows
-        self.group = group
+        self.group = ps.group("cp")
+        self._ps = ps
+        # of logits [b, s/cp, v/tp], gathered ones are repeated
+        self._splits_vocabulary = splits_vocabulary and ps.size("tp") > 1
+        # logits whose vocabulary is split, and all ranks' rows of this part of it
+        self._parts: tuple[weakref.ref[Tensor], Tensor] | None = None
         self.told = False
         # once all ranks know that one of them has told
         self.ended = False
@@ -54,9 +62,10 @@ class RowSums:
         self.is_averaged = False
         self._told_of_log = False
         # data ranks, over which gradients are averaged together with cp
-        self.replicas = replicas
+        self.replicas = ps.size("dp")
         self._forwards = 0
         self._forwards_inside = 0
+        self._forwards_without = 0
         self._evaluations = 0
         self._hooked_evaluations = 0
         # kept, since tensors hold who follows them weakly
@@ -67,12 +76,14 @@ class RowSums:
         self._as_written = AsWritten()
         self._inside = HookedRows(self.gradients)
         self._latest: weakref.ref[Sums] | None = None
+        self.wholes = Wholes(ContextRows.of_state(ps), self.tell)
+        self.repeats = False
         self.batch = BatchRows(self)
-        if group is not None:
-            follow_batches(group, self)
+        if self.group is not None:
+            follow_batches(self.group, self)
 
     def __deepcopy__(self, memo: dict) -> "RowSums":
-        return RowSums(self.group, self.replicas)
+        return RowSums(self._ps, splits_vocabulary=self._splits_vocabulary)
 
     def follow(self, output: Tensor, rows_dim: int = 1, *, sums_are_given: bool = False) -> None:
         """Of a forward whose rows are this rank's. In its backward: one all-gather of some numbers over cp.
@@ -87,6 +98,9 @@ class RowSums:
                 self._follow_reads(output, rows_dim)
             return
         self._forwards += 1
+        whole = None
+        if is_repeated(self._forwards):
+            whole = self.wholes.gathered(output, rows_dim)
         if is_turn(self._forwards) and not self.ended:
             sums = Sums(self, output, judges_totals=not sums_are_given)
             # its hook comes first: what it finds is compared
@@ -97,6 +111,10 @@ class RowSums:
                 self._as_written.begin(self._forwards, output.device)
                 sums.mark(output, axes_of_rows(output, rows_dim))
             self._latest = weakref.ref(sums)
+        if whole is not None and self._splits_vocabulary and rows_dim and output.dim() == 3:
+            self._parts = weakref.ref(output), whole
+        elif whole is not None:
+            self.wholes.add(output, whole, rows_dim)
 
     def _weigh(self, sums: Sums, logits: Tensor) -> None:
         # it keeps the logits until backward: in few forwards
@@ -116,7 +134,7 @@ class RowSums:
             self._evaluated.append(sums)
             self._latest = weakref.ref(sums)
 
-    def follow_batch(self, batch: Mapping[str, Any], tokens: Tensor) -> None:
+    def follow_batch(self, batch: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
         """Of a batch that was cut for the next forward, if that is one of those which are followed."""
         count = self._forwards_inside + 1
         device = next(
@@ -124,18 +142,20 @@ class RowSums:
         )
         if not self.told and is_turn(count):
             self._as_written.begin(count, device)
-            self.batch.begin(batch, tokens)
+            self.repeats = is_repeated(count)
+            self.batch.begin(batch, whole)
 
-    def follow_rows(self, rows: Tensor) -> None:
+    def follow_rows(self, rows: Tensor, whole: Tensor) -> None:
         """Of rows that were cut for that batch, or for the losses of the forward before."""
         if not self.told and is_turn(max(self._forwards_inside, 1)):
-            self.batch.add(rows)
+            self.batch.add(rows, whole)
 
     def backward_ended(self) -> None:
         """Of a followed output: if the next forward is none of those, its batch costs nothing."""
         self._as_written.end()
         if not is_turn(self._forwards_inside + 1):
             self.batch.make_plain()
+            self.wholes.end()
 
     def compared(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """What ranks compare in a backward beside what is known of the output: of the batch, of a weight."""
@@ -154,12 +174,16 @@ class RowSums:
             self._look_at_evaluation(model, shares)
             return
         self._forwards_inside += 1
+        self.repeats = is_repeated(self._forwards_inside)
         # a teacher may have been made after the model that is trained
         follow_batches(self.group, self)
         if self.ended or not is_turn(self._forwards_inside):
             self._as_written.end()
             self.batch.make_plain()
+            self.wholes.end()
             return
+        if not self.batch.ahead:
+            self.wholes.begin()
         device = inputs[0].device if isinstance(inputs[0], Tensor) else torch.device("cpu")
         self._as_written.begin(self._forwards_inside, device)
         self.is_averaged = self.is_averaged or has_main_grad(next(model.parameters()))
@@ -167,47 +191,103 @@ class RowSums:
         self._synced.choose(model)
 
         def follow(hidden: Tensor) -> None:
-            followed = HiddenSums(self, hidden, judges_totals=not sums)
-            hidden.register_hook(followed.compare)
-            if not self.told:
-                followed.mark(hidden, axes_of_rows(hidden, 0))
+            whole = self._whole_of_hidden(hidden, shares)
+            # frozen: its rows are known by what is made of them alone
+            if hidden.requires_grad:
+                followed = HiddenSums(self, hidden, judges_totals=not sums)
+                hidden.register_hook(followed.compare)
+                if not self.told:
+                    followed.mark(hidden, axes_of_rows(hidden, 0))
+            if whole is not None:
+                self.wholes.add(hidden, whole, 0)
 
-        self._inside.attach(model, shares, follow)
+        if self._inside.are_hooks_alike(model, self.group):
+            self._inside.attach(model, shares, follow, self._check_hook)
+
+    def _check_hook(self, x: Tensor, name: str, changed: Tensor | None) -> None:
+        """Hooks on the part `name` returned `x`; changed: what they were given, if that is not what they return."""
+        self.wholes.check_returned(x, name, is_training=torch.is_grad_enabled())
+        sums = changed.seen_by() if isinstance(changed, SplitTensor) else None
+        # a view of it is the same
+        with torch._C.DisableTorchFunctionSubclass():
+            is_same = x is not changed and changed is not None and torch.equal(x, changed)
+        if isinstance(sums, HiddenSums) and sums.makes_rates and not is_same:
+            what = (
+                f"a hook on {name} makes a number of the length of the rows which are this context rank's, and "
+                "changes hidden states"
+            )
+            self.tell(what, SIZE_REMEDY)
+
+    def _whole_of_hidden(self, hidden: Tensor, shares: tuple[int, ...]) -> Tensor | None:
+        """All-gather over cp, of what sequence parallelism has not cut once more."""
+        if not self.repeats or len(hidden) != shares[0]:
+            return None
+        return self.wholes.gathered(hidden, 0)
 
     def _look_at_evaluation(self, model: nn.Module, shares: tuple[int, ...]) -> None:
         """Follow what hooks are given without gradients: steering vectors, calibration."""
-        if not self._inside.has_hooks(model):
+        self._forwards_without += 1
+        has_hooks = self._inside.has_hooks(model)
+        self.repeats = is_repeated(self._forwards_without)
+        if self.repeats:
+            assert self.group is not None
+            self.repeats = self._inside.are_hooks_alike(model, self.group)
+            self.wholes.begin()
+        if not has_hooks:
             return
         # what calibration makes of them `DataParallel` finds in the weights
         setattr(model, HOOKED, True)
         self._hooked_evaluations += 1
-        if self._told_of_log or not is_turn(self._hooked_evaluations):
+        is_followed = is_turn(self._hooked_evaluations) and not self._told_of_log
+        if not is_followed and not self.repeats:
             return
 
         def follow(hidden: Tensor) -> None:
-            followed = HiddenSums(self, hidden)
-            followed.mark(hidden, axes_of_rows(hidden, 0))
-            self._hooked.append(followed)
+            whole = self._whole_of_hidden(hidden, shares)
+            if is_followed:
+                followed = HiddenSums(self, hidden)
+                followed.mark(hidden, axes_of_rows(hidden, 0))
+                self._hooked.append(followed)
+            if whole is not None:
+                self.wholes.add(hidden, whole, 0)
 
-        self._inside.attach(model, shares, follow)
+        self._inside.attach(model, shares, follow, self._check_hook)
 
     def end_look(self) -> None:
         """After that forward."""
         self._inside.detach()
 
-    def mark_gathered(self, gathered: Tensor) -> None:
-        """Follow [b, s/cp, v] that was gathered from tensor ranks' parts, as the output of that forward."""
+    def mark_gathered(self, logits: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
+        """[b, s/cp, v], gathered from tensor ranks' parts, which is followed as the output of that forward."""
+        gathered = gather(logits)
+        if self._parts is not None and self._parts[0]() is logits:
+            with torch.no_grad():
+                whole = gather(self._parts[1])
+        else:
+            whole = None
         sums = self._latest() if self._latest is not None else None
         if sums is not None and gathered.requires_grad != sums.is_evaluation:
             sums.mark(gathered, axes_of_rows(gathered))
             if gathered.requires_grad:
                 self._weigh(sums, gathered)
+        if whole is not None:
+            self.wholes.add(gathered, whole, 1)
+        elif has_twins(logits):
+            self.wholes.keep(gathered, logits.twins)  # type: ignore[attr-defined]
+        return gathered
 
     def tell(self, what: str, remedy: str = _REMEDY) -> None:
         """Warn of `what` with the remedy, once for this model."""
         if not self.told:
             self.told = True
             warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
+
+    def tell_of_others(self, told: Tensor) -> None:
+        """`told`, [cp]: which ranks have; what is wrong on one rank's rows may be right on another's."""
+        assert self.group is not None
+        ranks = [rank for rank, has in zip(self.group.ranks, told.tolist(), strict=True) if has]
+        what = f"rank {ranks[0]} has told what is not right on its rows; on this one's it shows nothing"
+        self.tell(what, "See its message")
 
     def tell_of_log(self, name: str, remedy: str = LOG_REMEDY, does: str = "is read") -> None:
         """Warn, once, of a statistic of this rank's rows that is read as if it were of all."""

@@ -244,13 +244,16 @@ class BucketGradient(Tensor):
         return self.clone().__reduce_ex__(protocol)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._full("dlpack").__dlpack__(*args, **kwargs)
+        return self._full("__dlpack__").__dlpack__(*args, **kwargs)
 
     def _full(self, function: str) -> Tensor:
         self.check_step()
         self.slot.request_values()
         meet([self.slot], function)
-        return self.slot.full_gradient()
+        full = self.slot.full_gradient()
+        if self.slot.listener is not None:
+            self.slot.listener(getattr(Tensor, function), full)
+        return full
 
     def __repr__(self) -> str:
         slot = self._slot()

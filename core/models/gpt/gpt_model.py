@@ -155,7 +155,7 @@ class GPTModel(ModelWeights):
         if place.splits_sequence:
             sum_gradients_of_foreign(self, place.group)
         self._first_inputs = FirstInputs()
-        self._row_sums = RowSums(ps.group("cp"), replicas=ps.size("dp"))
+        self._row_sums = RowSums(ps, splits_vocabulary=self.parallel_output)
         self._own_parts = OwnParts(ps, splits_sequence=place.splits_sequence)
         experts = None
         if self.config.num_moe_experts is not None:
@@ -323,9 +323,9 @@ class GPTModel(ModelWeights):
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """[b, s, v_padded/tp] -> [b, s, v] on every tensor rank, exactly the vocabulary. All-gather over tp."""
-        gathered = gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
-        self._row_sums.mark_gathered(gathered)
-        return gathered
+        return self._row_sums.mark_gathered(
+            logits, lambda x: gather_from_tensor_region(x, self.place.group)[..., : self.vocab_size]
+        )
 
     def _check(
         self,

@@ -17,11 +17,11 @@ HOOKED = "hooks_saw_rows"
 class FollowsBatches(Protocol):
     """Follows the batches of one model."""
 
-    def follow_batch(self, batch: Mapping[str, Any], tokens: Tensor) -> None:
-        """A batch was cut, `tokens` of whole sequences among it; a forward may follow."""
+    def follow_batch(self, batch: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
+        """`batch` was cut of `whole` sequences; a forward may follow."""
         ...
 
-    def follow_rows(self, rows: Tensor) -> None:
+    def follow_rows(self, rows: Tensor, whole: Tensor) -> None:
         """Something else [b, s] was cut."""
         ...
 
@@ -42,16 +42,16 @@ def _follower(group: Group | None) -> FollowsBatches | None:
     return reference() if reference is not None else None
 
 
-def batch_is_cut(group: Group | None, batch: Mapping[str, Any], tokens: Tensor) -> None:
-    """`batch` has the rows of this rank of `group`; tokens: [b, s], the whole sequences."""
+def batch_is_cut(group: Group | None, batch: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
+    """`batch` has the rows of this rank of `group`; whole: the sequences, tokens [b, s] among them."""
     if (follower := _follower(group)) is not None:
-        follower.follow_batch(batch, tokens)
+        follower.follow_batch(batch, whole)
 
 
-def rows_are_cut(group: Group | None, rows: Tensor) -> None:
-    """`rows` [b, s/cp] are this rank's of something that belongs to a batch: advantages, weights, masks."""
+def rows_are_cut(group: Group | None, rows: Tensor, whole: Tensor) -> None:
+    """`rows` [b, s/cp] are this rank's of `whole`, which belongs to a batch: advantages, weights, masks."""
     if (follower := _follower(group)) is not None:
-        follower.follow_rows(rows)
+        follower.follow_rows(rows, whole)
 
 
 def followed_as(whole: Any, part: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ _SHAPES = "shape size numel nelement len"
 _INDICES = """
     getitem setitem select slice index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy
     index_add narrow embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy
-    array tolist
+    array tolist dlpack
 """
 KIND_OF_FUNCTION = {
     **dict.fromkeys(_REDUCTIONS.split(), "reduction"),

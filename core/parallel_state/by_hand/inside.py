@@ -31,12 +31,16 @@ def called_inside(
     *,
     norm_of: int | None = None,
 ) -> None:
-    """A gradient that lies in buckets was given to an operator of aten. call: its arguments.
+    """A gradient that lies in buckets was given to an operator of aten, or to a method. call: its arguments.
 
     norm_of: the operator took norms, which are of full gradients, of so many parameters.
     """
     listener = reference()
-    if listener is None or not listener.is_open or not called_by_program(sys._getframe(2)):
+    frame = sys._getframe(1)
+    within = frame.f_globals
+    while frame is not None and frame.f_globals is within:
+        frame = frame.f_back  # type: ignore[assignment]
+    if listener is None or not listener.is_open or not called_by_program(frame):
         return
     listener.heard_inside(source, func, result, call, norm_of)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 # what those who listen write on a tensor
-_MARKS = ("axes", "partial", "seen_by", "numbers", "counted", "total", "heard")
+_MARKS = ("axes", "partial", "seen_by", "numbers", "counted", "total", "heard", "twins")
 
 
 def unmark(tensor: Any, plain: type = Tensor) -> None:

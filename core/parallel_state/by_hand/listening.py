@@ -321,11 +321,11 @@ class ByHand:
                 self._follow(gradient, Heard(parameter, True))
 
     def heard_inside(
-        self, source: Heard, func: Any, result: Any, call: tuple[tuple, dict], norm_of: int | None
+        self, source: Heard, func: Any, result: Any, call: tuple, norm_of: int | None
     ) -> None:
         """A function of aten on a gradient that lies in buckets; call, norm_of: as in `called_inside`."""
         args, kwargs = call
-        name = func.overloadpacket.__name__.removeprefix("linalg_").strip("_")
+        name = getattr(func, "overloadpacket", func).__name__.removeprefix("linalg_").strip("_")
         if norm_of is not None:
             self._report(replace(source, kind=WHOLE_NORM, name=name, joined=norm_of > 1))
         elif (kind := kind_of_call(name, result)) is not None:

@@ -6,6 +6,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.nn import Parameter
 
 _SUMS = ("__add__", "__radd__")
@@ -36,9 +37,14 @@ def _following(base: type, name: str, *, combines: bool) -> Callable[..., Any]:
     return method
 
 
-def _plain_copy(self: Any, *protocol: Any) -> Any:
+def plain_copy(self: Any, *protocol: Any) -> Any:
+    """A file has a plain number."""
     base = type(self).__mro__[1]
     return base, (base(self),)
+
+
+# as `torch.load` reads them, by default, where a program has saved some of these
+torch.serialization.add_safe_globals([int, float])
 
 
 def _class(base: type, combining: tuple[str, ...]) -> type:
@@ -47,7 +53,7 @@ def _class(base: type, combining: tuple[str, ...]) -> type:
     return type(
         base.__name__,
         (base, OfParameter),
-        methods | {"__reduce_ex__": _plain_copy, "__module__": "builtins"},
+        methods | {"__reduce_ex__": plain_copy, "__module__": "builtins"},
     )
 
 

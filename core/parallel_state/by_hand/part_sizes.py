@@ -4,6 +4,7 @@
 and masks as well, where they are right: so nothing is said before they meet a tensor's values.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.numbers import plain_copy
 from core.parallel_state.by_hand.split_axes import Axes
 
 # what is rounded down (`//`) has become another number, of heads or of a head's columns
@@ -26,11 +28,13 @@ _SCALING = """
 class PartNumber:
     """Beside int or float: it was made of the size of a part, of which so many ranks have one.
 
-    as_floats: sizes that C functions (`math.sqrt`) took, whose results are plain numbers.
+    ranks: 0 where only that is known. as_floats: sizes of which a program made rates, or which C functions
+    (`math.sqrt`) took, whose results are plain numbers. whole: the number made of all ranks' size, where it is known.
     """
 
     ranks: int
     as_floats: set[int]
+    whole: Any
 
 
 def _following(base: type, name: str) -> Callable[..., Any]:
@@ -44,11 +48,27 @@ def _following(base: type, name: str) -> Callable[..., Any]:
         # of a tensor, or what else, which computes it itself
         if type(result) not in (int, float):
             return result
-        # times the number of ranks it is the size of all
+        # times the number of ranks it is the size of all; a count of tokens goes on in a checkpoint
         is_of_all = "mul" in name and others == (self.ranks,)
-        return result if is_of_all else number_of_part(result, self.ranks, self.as_floats)
+        if is_of_all or (name == "__radd__" and self.whole is not None):
+            return result
+        if base is int and type(result) is float:
+            self.as_floats.add(int(self))
+        whole = None if self.whole is None else _of_all(name, self, *others)
+        return number_of_part(result, self.ranks, self.as_floats, whole)
 
     return method
+
+
+def _of_all(name: str, *numbers: Any) -> Any:
+    """What a method of these makes of the numbers of all ranks; None: none that is one."""
+    is_reflected = name.startswith("__r")
+    function = getattr(operator, name.strip("_")[is_reflected:])
+    try:
+        result = function(*map(whole_number, numbers[::-1] if is_reflected else numbers))
+    except ArithmeticError:
+        return None
+    return result if type(result) in (int, float) else None
 
 
 def _as_float(self: Any) -> float:
@@ -56,33 +76,37 @@ def _as_float(self: Any) -> float:
     return int.__float__(self)
 
 
-def _plain_copy(self: Any, *protocol: Any) -> Any:
-    base = type(self).__mro__[1]
-    return base, (base(self),)
-
-
 def _class(base: type, **more: Any) -> type:
     methods = {name: _following(base, name) for name in _KEPT.split()}
-    names = {"__reduce_ex__": _plain_copy, "__module__": "builtins"}
+    names = {"__reduce_ex__": plain_copy, "__module__": "builtins"}
     return type(base.__name__, (base, PartNumber), methods | names | more)
 
 
 _CLASS_OF = {int: _class(int, __float__=_as_float), float: _class(float)}
 
 
-def number_of_part(number: int | float, ranks: int, as_floats: set[int]) -> Any:
-    """`number`, made of a part that one of `ranks` ranks has, known again; as_floats: as of `PartNumber`."""
+def number_of_part(
+    number: int | float, ranks: int, as_floats: set[int], whole: float | None = None
+) -> Any:
+    """`number`, made of a part that one of `ranks` ranks has, known again; the others: as of `PartNumber`."""
     result = _CLASS_OF[type(number)](number)
     result.ranks = ranks
     result.as_floats = as_floats
+    result.whole = whole
     return result
+
+
+def whole_number(x: Any) -> Any:
+    """What it is of all ranks, where that is known; else itself."""
+    whole = x.whole if isinstance(x, PartNumber) else None
+    return x if whole is None else whole
 
 
 class ToldSize(int):
     """A size of a part that tells where a rate is made of it: divided, a root of it, a float."""
 
     tell: Callable[[], None]
-    __reduce_ex__ = _plain_copy
+    __reduce_ex__ = plain_copy
 
 
 def _telling(name: str) -> Callable[..., Any]:
@@ -146,4 +170,4 @@ def scales_by_a_part(name: str, values: Sequence[Any], as_floats: set[int]) -> b
     # of math.sqrt(n), or of float(n)
     suspects = {float(power) for n in as_floats for power in (n, 1 / n, n**0.5, n**-0.5)}
     numbers = [x for x in pytree.tree_leaves(values) if isinstance(x, (int, float))]
-    return any(isinstance(x, PartNumber) or float(x) in suspects for x in numbers)
+    return any((isinstance(x, PartNumber) and x.ranks) or float(x) in suspects for x in numbers)

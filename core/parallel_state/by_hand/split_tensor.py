@@ -6,7 +6,7 @@ The class is given and taken back by assignment: no tensor is made, no value and
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,11 @@ from core.parallel_state.by_hand.listened_tensor import ListenedTensor, unmark
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_flex import score_functions
 
+# how a tensor is marked whose functions are called once more on whole sequences, and of which nothing else is known
+REPEATED = "repeated"
+# `x *= y`
+_ASSIGNMENT_NAMES = "setitem iadd isub imul itruediv iand ior ixor idiv ipow ifloordiv imod"
+_ASSIGNMENTS = frozenset(_ASSIGNMENT_NAMES.split())
 _BACKWARD = (Tensor.backward, torch.autograd.grad, torch.autograd.backward)
 
 
@@ -66,7 +71,7 @@ class SplitTensor(ListenedTensor):
                 seen_by.attends(inputs[0], functions)
             if name in ("shape", "size", "numel", "nelement"):
                 return seen_by.sizes(args, kwargs, result)
-            seen_by.follow(Call(func, name, inputs, args, kwargs, result))
+            seen_by.hear(Call(func, name, inputs, args, kwargs, result))
             if name in ("item", "tolist"):
                 return seen_by.numbers(inputs[0], result)
         return result
@@ -101,7 +106,7 @@ def _run_backward(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         for x, kind in zip(inputs, classes, strict=True):
             x.__class__ = kind
     if follower is not None and is_heard:
-        follower.follow(Call(func, name, inputs, args, kwargs, result))
+        follower.hear(Call(func, name, inputs, args, kwargs, result))
     return result
 
 
@@ -129,6 +134,13 @@ class Call:
     args: tuple
     kwargs: dict[str, Any]
     result: Any
+
+    @property
+    def writes(self) -> bool:
+        """Whether it writes into its first argument."""
+        name = getattr(self.func, "__name__", "")
+        is_method = name.endswith("_") and not name.endswith("__")
+        return is_method or name == "__set__" or self.name in _ASSIGNMENTS
 
 
 def is_turn(calls: int) -> bool:
@@ -204,6 +216,13 @@ class Follower:
 
     def check(self, name: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """Before a function is called on what is followed. Raises ValueError: it would fail in other words."""
+
+    def hear(self, call: Call) -> None:
+        """After it; what is only repeated, which nobody does here, is plain from now on."""
+        for x in call.inputs:
+            if x.partial == REPEATED:
+                unmark(x)
+        self.follow(replace(call, inputs=[x for x in call.inputs if isinstance(x, SplitTensor)]))
 
     def follow(self, call: Call) -> None:
         """After it: tell what it did wrong, mark what it returned."""

@@ -1,0 +1,18 @@
+"""The base of those who know what some functions make of rows."""
+
+from typing import Any
+
+from core.context_parallel.rows.wholes import Wholes
+from core.parallel_state.by_hand.split_tensor import Call, Follower
+
+
+class FollowsRows(Follower):
+    """Knows what some functions make of rows; all of them are repeated as well."""
+
+    wholes: Wholes
+
+    def sizes(self, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        return self.wholes.sizes(args, kwargs, result)
+
+    def hear(self, call: Call) -> None:
+        self.wholes.heard(call, self.follow)

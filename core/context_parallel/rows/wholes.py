@@ -1,0 +1,388 @@
+"""Repeats what a program calls on a context rank's rows, on whole sequences: are both one program?
+
+Tables know by name which functions meet rows. This knows none: what is called on rows is called once more on a copy
+of them, and on the rows of all ranks. Where the program ends, at `backward` or where a hook returns, the two must
+agree on this rank's rows: gradients but for a number of ranks, hidden states in each value.
+"""
+
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from core.context_parallel.rows.twins import (
+    Twins,
+    are_proportional,
+    differ,
+    has_twins,
+    index_of_all,
+    known_size,
+    misfit_of,
+)
+from core.parallel_state.by_hand.listened_tensor import unmark
+from core.parallel_state.by_hand.part_sizes import whole_number
+from core.parallel_state.by_hand.split_names import kind_of
+from core.parallel_state.by_hand.split_tensor import REPEATED, Call, Follower, SplitTensor
+from core.parallel_state.collectives import all_gather
+from core.parallel_state.context import ContextRows
+
+# elements of whole sequences, at most: a larger output is not repeated
+_LARGEST = 2**26
+_NOT_REPEATED_NAMES = """
+    backward grad register_hook retain_grad deepcopy reduce_ex record_stream apply map map2 share_memory resize
+    resize_as set module_load requires_grad storage untyped_storage item tolist numpy array
+    batch_norm instance_norm multi_head_attention_forward scaled_dot_product_attention lstm gru rnn_tanh rnn_relu
+    checkpoint flex_attention
+"""
+_NOT_REPEATED = frozenset(_NOT_REPEATED_NAMES.split())
+_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
+# after which the same rows begin anew, without their gradients
+_CUT_NAMES = "detach data clone to cpu cuda float double half bfloat16 contiguous"
+_CUTS = frozenset(_CUT_NAMES.split())
+_FACTS = ("requires_grad", "retain_grad", "register_hook", "backward", "grad")
+REMEDY = (
+    "Make what meets other rows of whole sequences: gather_from_context_region(x, ps, dim) of core.context_parallel "
+    "gathers them, ContextRows.of_state(ps).of(y, dim) cuts what is made of them; masks, weights and shifted labels "
+    "before context_batch cuts the batch; counts are summed over parallel_state.get_context_parallel_group()"
+)
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """Where a program's functions begin; they are kept as long as what is made of them."""
+
+    own: "weakref.ref[Tensor]"
+    whole: "weakref.ref[Tensor]"
+    dim: int
+
+
+def is_repeated(count: int) -> bool:
+    """Whether a forward is one of those that are repeated: the 1st, 2nd, 4th, 8th ..."""
+    return not count & (count - 1)
+
+
+class Wholes(Follower):
+    """Of one model. `tell(what, remedy)`: what is said where the two differ."""
+
+    def __init__(self, rows: ContextRows, tell: Callable[[str, str], None]) -> None:
+        super().__init__()
+        self._rows = rows
+        self._tell = tell
+        self._leaves: list[_Leaf] = []
+        # functions that are not known to be by row, since the forward began
+        self._names: list[str] = []
+        # a number of ranks multiplies what is of rows: the program has thought of them
+        self._knows_ranks = False
+        # what is to be said of a hook, once others have said what they know
+        self._of_hook = ""
+        # what `loss_fn` returned to an executor
+        self.loss: Tensor | None = None
+        self._kept: list[weakref.ref[Tensor]] = []
+
+    @property
+    def ranks(self) -> int:
+        """Of which each has some rows."""
+        return self._rows.size
+
+    def begin(self) -> None:
+        """A forward, or its batch, begins."""
+        self._say_of_hook()
+        self._leaves = [leaf for leaf in self._leaves if leaf.own() is not None]
+        self._kept = [reference for reference in self._kept if reference() is not None]
+        self._names = []
+        self._knows_ranks = False
+        self.forget_dead()
+
+    def end(self) -> None:
+        """Nobody looks at what was marked any more."""
+        self.make_plain()
+        self._leaves, self._kept = [], []
+
+    def gathered(self, x: Tensor, dim: int) -> Tensor | None:
+        """Whole sequences of rows [.., s/cp, ..]; None where they are too large. All-gather over cp."""
+        group = self._rows.group
+        assert group is not None
+        if x.numel() * group.size > _LARGEST:
+            return None
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            first = x.detach().as_subclass(Tensor).movedim(dim, 0).contiguous()
+            of_ranks = all_gather(first, group)
+            whole = torch.empty_like(of_ranks)
+            whole[self._order(len(of_ranks)).to(x.device)] = of_ranks
+            return whole.movedim(0, dim)
+
+    def _order(self, s: int) -> Tensor:
+        """The places, in their sequence, of the rows of all ranks, one rank's after the other's."""
+        size = self._rows.size
+        return torch.cat([replace(self._rows, rank=rank).rows(s) for rank in range(size)])
+
+    def add(self, x: Tensor, whole: Tensor, dim: int | None) -> None:
+        """`x`, rows of `whole`, is about to be given to the program; dim: where its gradient is looked at."""
+        with torch._C.DisableTorchFunctionSubclass():
+            own = x.detach().as_subclass(Tensor).clone()
+            whole = whole.detach().as_subclass(Tensor)
+            self.keep(x, self._begun(own, whole, dim))
+
+    def _begun(self, own: Tensor, whole: Tensor, dim: int | None) -> Twins:
+        if dim is None:
+            return Twins(own, whole, dim)
+        leaves = own.detach().requires_grad_(), whole.detach().requires_grad_()
+        self._leaves.append(_Leaf(weakref.ref(leaves[0]), weakref.ref(leaves[1]), dim))
+        if not torch.is_grad_enabled():
+            return Twins(*leaves, dim)
+        # what is written into is no leaf
+        return Twins(leaves[0] * 1, leaves[1] * 1, dim)
+
+    def keep(self, x: Any, twins: Twins | str) -> None:
+        """What is called on `x` is repeated on these; or the name of a function that could not be."""
+        self.mark(x, None, REPEATED)
+        if isinstance(x, SplitTensor):
+            x.twins = twins  # type: ignore[attr-defined]
+            self._kept.append(weakref.ref(x))
+
+    def _forget(self, written: list) -> None:
+        """Something was written there that could not be repeated: nothing is known of all that shares its memory."""
+        followed = [x for x in written if isinstance(x, SplitTensor)]
+        storages = {x.untyped_storage().data_ptr() for x in followed}
+        for x in (reference() for reference in self._kept):
+            if hasattr(x, "twins") and x.untyped_storage().data_ptr() in storages:  # type: ignore[union-attr]
+                del x.twins  # type: ignore[union-attr]
+
+    def heard(self, call: Call, follow: Callable[[Call], None]) -> None:
+        """Let `follow` see the call as if nothing were repeated, and repeat it."""
+        twins = [getattr(x, "twins", None) for x in call.inputs]
+        for x in call.inputs:
+            if x.partial == REPEATED:
+                unmark(x)
+        try:
+            follow(replace(call, inputs=[x for x in call.inputs if isinstance(x, SplitTensor)]))
+        finally:
+            # the others may have given up some of them
+            for x, known in zip(call.inputs, twins, strict=True):
+                if known is not None:
+                    self.keep(x, known)
+        self.repeat(call)
+
+    def hear(self, call: Call) -> None:
+        # where others follow something of it, they are asked
+        other = next((x.seen_by() for x in call.inputs if x.partial != REPEATED), None)
+        if other is not None:
+            other.hear(call)
+        else:
+            self.repeat(call)
+
+    def repeat(self, call: Call) -> None:
+        """After what the program called was called, and all others have seen it."""
+        if call.name == "backward":
+            named = {k: v for k, v in call.kwargs.items() if k in ("gradient", "grad_tensors")}
+            self.judge(*call.args[:2], **named)
+            return
+        if call.name in _FACTS:
+            return
+        self._knows_ranks |= "mul" in call.name and self._rows.size in _numbers(call.args)
+        written = pytree.tree_leaves(call.args[:1]) if call.writes else []
+        if call.name == "all_reduce":
+            self._reduced(call)
+        elif not self._repeat(call, written):
+            self._forget(written)
+
+    def _reduced(self, call: Call) -> None:
+        """It is of all ranks now: the same beside rows and beside whole sequences."""
+        for x in call.inputs:
+            if call.result is None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    value = x.detach().as_subclass(Tensor).clone()
+                self.keep(x, Twins(value, value.clone()))
+            else:  # not yet
+                self._forget([x])
+
+    def _repeat(self, call: Call, written: list) -> bool:
+        """Whether it could be; written: what the call has written into."""
+        results = [x for x in pytree.tree_leaves(call.result) if isinstance(x, Tensor)]
+        if not results and not written:
+            return True
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        misfit: str | None = next(filter(None, map(misfit_of, tensors)), "")
+        if not misfit:
+            followed = [x for x in tensors if isinstance(x, SplitTensor)]
+            if not all(map(has_twins, followed)) or _is_not_repeated(call):
+                return False
+        # of a tensor of the program's own a second write would be seen
+        if not all(hasattr(x, "twins") for x in written if isinstance(x, Tensor)):
+            return False
+        if sum(x.numel() for x in results) * self._rows.size > _LARGEST:
+            return False
+        if not misfit:
+            misfit = self._run_both(call, all(map(has_twins, tensors)))
+        if misfit:
+            for x in (*results, *written):
+                self.keep(x, misfit)
+        return misfit is not None
+
+    def _run_both(self, call: Call, is_of_rows: bool) -> str | None:
+        """None: it could not be; the name, where nothing but rows is in it. is_of_rows: all its tensors are such."""
+        try:
+            own = self._run(call, "own")
+        except Exception:
+            # who looks on must not end a right program
+            return None
+        try:
+            whole = self._run(call, "whole")
+        except Exception:
+            # of what has other sizes
+            return call.name if is_of_rows else None
+        if kind_of(call.name) not in ("element", "fact", "view") and call.name not in self._names:
+            self._names.append(call.name)
+        for x, *pair in zip(*map(pytree.tree_leaves, (call.result, own, whole)), strict=False):
+            if isinstance(x, Tensor) and isinstance(pair[1], Tensor):
+                self.keep(x, self._made(call, *pair))
+        return ""
+
+    def _run(self, call: Call, name: str) -> Any:
+        def twin(x: Any) -> Any:
+            if has_twins(x):
+                return getattr(x.twins, name)
+            if isinstance(x, slice):
+                return slice(*map(twin, (x.start, x.stop, x.step)))
+            if isinstance(x, torch.Size):
+                return torch.Size(list(map(twin, x)))
+            return whole_number(x) if name == "whole" else x
+
+        args = call.args
+        if name == "whole" and call.name in ("getitem", "setitem") and has_twins(args[0]):
+            args = (args[0], index_of_all(args[0], args[1]), *args[2:])
+        args, kwargs = pytree.tree_map(twin, (args, call.kwargs))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return call.func(*args, **kwargs)
+
+    def _made(self, call: Call, own: Tensor, whole: Tensor) -> Twins:
+        first: Any = call.args[0] if call.args else None
+        known = first.twins.dim if has_twins(first) else None
+        dim = known if call.name in _CUTS else None
+        if dim is not None and own.is_floating_point() and not own.requires_grad:
+            return self._begun(own, whole, dim)
+        return Twins(own, whole, dim)
+
+    @torch.no_grad()
+    def check_returned(self, x: Any, name: str, *, is_training: bool) -> None:
+        """A hook of the program's has returned `x`, [s/cp, b, h], which goes on in the model."""
+        if misfit := misfit_of(x):
+            self._tell_of_misfit(misfit)
+        if not has_twins(x) or x.twins.own.shape != x.shape:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            own, whole = x.twins.own, x.twins.whole
+            if whole.dim() != own.dim() or len(whole) != len(own) * self._rows.size:
+                return
+            if not torch.equal(own, x) and not torch.allclose(own, x):
+                return
+            rows = self._rows.cut(whole, 0)
+            if differ(own, rows):
+                self._of_hook = f"what a hook on {name} makes of hidden states"
+        if not is_training:
+            self._say_of_hook()
+
+    def _say_of_hook(self) -> None:
+        what, self._of_hook = self._of_hook, ""
+        if what:
+            self._say(what)
+
+    def sizes(self, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """`x.shape`, `x.size(dim)`, `x.numel()`: numbers that know what they are of whole sequences."""
+        x = args[0]
+        if not has_twins(x):
+            return result
+        whole = x.twins.whole
+        if not isinstance(result, int):
+            known = map(known_size, result, whole.shape)
+            return torch.Size(list(known)) if len(result) == whole.dim() else result
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return known_size(result, whole.numel() if dim is None else whole.shape[dim])
+
+    def returned(self, loss: SplitTensor, count: Any) -> None:
+        self.loss = loss
+
+    def judge_returned(self) -> None:
+        """The backward of an executor has come to an output."""
+        loss, self.loss = self.loss, None
+        if loss is not None:
+            self.judge(loss)
+
+    def judge(self, losses: Any, gradient: Any = None, **rest: Any) -> None:
+        """A backward from these has ended."""
+        self._say_of_hook()
+        gradient = next(iter(rest.values()), gradient)
+        found = [x for x in pytree.tree_leaves(losses) if isinstance(x, Tensor)]
+        given = [x for x in pytree.tree_leaves(gradient) if isinstance(x, Tensor)]
+        if misfit := next(filter(None, map(misfit_of, found)), ""):
+            self._tell_of_misfit(misfit)
+        if not found or not all(map(has_twins, found)) or len(given) not in (0, len(found)):
+            return
+        leaves = [
+            (own, whole, x.dim)
+            for x in self._leaves
+            if (own := x.own()) is not None and (whole := x.whole()) is not None
+        ]
+        if not leaves:
+            return
+        try:
+            of_own = self._gradients(found, given, [x for x, _, _ in leaves], "own")
+            of_whole = self._gradients(found, given, [x for _, x, _ in leaves], "whole")
+        except RuntimeError:
+            return
+        for (own, _, dim), one, all_rows in zip(leaves, of_own, of_whole, strict=True):
+            one = torch.zeros_like(own) if one is None else one
+            rows = torch.zeros_like(own) if all_rows is None else self._rows.cut(all_rows, dim)
+            # what is averaged by hand beside means of torch's is no multiple of either
+            if not self._knows_ranks and not are_proportional(one, rows, (1, self._rows.size)):
+                self._say("the gradient that a loss gives rows")
+                return
+
+    def _gradients(self, losses: list, given: list, leaves: list[Tensor], name: str) -> tuple:
+        of_losses = [getattr(x.twins, name) for x in losses]
+        seeds = [
+            getattr(x.twins, name) if has_twins(x) else x.as_subclass(Tensor) for x in given
+        ] or None
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.autograd.grad(
+                of_losses, leaves, seeds, retain_graph=True, allow_unused=True
+            )
+
+    def _tell_of_misfit(self, name: str) -> None:
+        self._tell(
+            f"{name} is given rows in a number that only this context rank has: the same functions cannot be called "
+            "on whole sequences",
+            REMEDY,
+        )
+
+    def _say(self, what: str) -> None:
+        calls = f" It calls {', '.join(self._names[:8])}." if self._names else ""
+        self._tell(
+            f"{what} which are this context rank's is not what the same functions make of whole sequences.{calls} "
+            "Some of them meets other rows, their places or their number",
+            REMEDY,
+        )
+
+
+def _numbers(args: tuple) -> list:
+    return [x for x in args if isinstance(x, (int, float)) and not isinstance(x, bool)]
+
+
+def _is_not_repeated(call: Call) -> bool:
+    """What draws, sends, or changes what is not among its arguments."""
+    module = getattr(call.func, "__module__", None) or ""
+    return (
+        kind_of(call.name) == "draw"
+        or call.name in _NOT_REPEATED
+        or call.name.startswith(_COLLECTIVES)
+        or module.startswith("torch.distributed")
+        or "out" in call.kwargs
+        or getattr(call.func, "__name__", "") == "__set__"
+    )

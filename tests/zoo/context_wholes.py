@@ -1,0 +1,185 @@
+"""Programs that no table of functions knows: they are called once more on whole sequences, and compared."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from core.data_parallel import DataParallel
+from core.parallel_state import ContextRows, ParallelState
+from tests.models.gpt import gpt
+from tests.states import state
+from tests.zoo.case import Case, Family, compared
+from tests.zoo.context_hooks import steered
+from tests.zoo.context_losses import LAYOUTS, Program, by
+
+GRADIENT = "the gradient that a loss gives rows which are this context rank's"
+OTHERS = "has told what is not right on its rows"
+HIDDEN = f"{OTHERS}|what a hook on .* makes of hidden states which are this context rank's"
+SIZES = "in a number that only this context rank has"
+LENGTH = "a number of the length of the rows which are this context rank's"
+WHOLE = "`gather_from_context_region` before, `ContextRows.of` after"
+CLASSES = 3
+
+
+def told(what, loss_of, says=GRADIENT):
+    return Case(what, by(loss_of), "told", says, WHOLE)
+
+
+def right(what, loss_of):
+    return Case(what, by(loss_of))
+
+
+def weighted(weights_of):
+    """The mean of losses times what is made of their values."""
+
+    def loss_of(program):
+        losses = program.losses()
+        return (losses * weights_of(losses.detach())).mean()
+
+    return loss_of
+
+
+def places_of_values(x):
+    places = x.flatten().unique(return_inverse=True)[1]
+    return (1 + places / places.max()).view_as(x)
+
+
+def later_labels(program):
+    """Each row's log-probability of the labels before its own."""
+    logits = program.model(program.rows["tokens"], program.rows["position_ids"])
+    logp = program.model.gather_logits(logits).log_softmax(-1)
+    rows = logp.shape[1]
+    labels = program.labels[:, None].expand(len(logp), rows, rows).tril(-1)
+    return -(logp * torch.zeros_like(logp).scatter_(2, labels, 1.0)).sum(-1).mean()
+
+
+def without_gradients(change):
+    """A patch of an evaluation's hidden states."""
+
+    def loss_of(program):
+        with torch.no_grad():
+            steered(change)(program)
+        return program.losses().mean()
+
+    return loss_of
+
+
+def rolled(h, v):
+    rows = (torch.arange(h.shape[0]) - 1).clamp(min=0)
+    return 0.5 * h + 0.5 * h[rows]
+
+
+def selected(h, v):
+    return h + h.index_select(0, torch.zeros(h.shape[0], dtype=torch.int64))
+
+
+def copied(h, v):
+    h[-2:].copy_(h[:2])
+    return h
+
+
+def on_one_rank(program):
+    """Norms for a log of rank 0, as many programs write it."""
+    norms = []
+    layer = program.model.decoder.layers[0]
+    handles = []
+    if program.ps.rank == 0:
+        handles = [layer.register_forward_hook(lambda module, args, h: norms.append(h.detach().shape))]
+    loss = program.losses().mean()
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
+def probe(loss_of, *, in_evaluation):
+    """A head of the program's own on hidden states of a frozen trunk, which a hook kept."""
+
+    def run(variation):
+        found = []
+        facts, _ = LAYOUTS[variation]
+        for ps in (state(**facts), ParallelState.single("cpu")):
+            trunk = gpt("llama", parallel=ps).requires_grad_(False)
+            torch.manual_seed(3)
+            head = nn.Linear(trunk.config.hidden_size, CLASSES).double()
+            shard = DataParallel(head, ps, zero_stage=1)
+            optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+            kept = []
+            trunk.decoder.layers[0].register_forward_hook(lambda module, args, h, kept=kept: kept.append(h))
+            for step in range(2):
+                program = Program(trunk, ps, step)
+                with torch.set_grad_enabled(not in_evaluation):
+                    program.losses()
+                hidden = kept.pop().detach().transpose(0, 1)
+                loss_of(program, head(hidden)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({name: p.detach().clone() for name, p in head.named_parameters()})
+            shard.remove()
+        return compared(*found)
+
+    return run
+
+
+def of_shifted(program, scores):
+    return F.cross_entropy(scores[:, :-2].flatten(0, 1), program.labels[:, 2:].flatten() % CLASSES)
+
+
+def of_masked(program, scores):
+    losses = F.cross_entropy(scores.transpose(1, 2), program.labels % CLASSES, reduction="none")
+    return (losses * program.mask).sum() / program.mask.sum()
+
+
+def of_pooled(program, scores):
+    return F.cross_entropy(scores.mean(1), torch.arange(len(scores)))
+
+
+def of_rows(program, scores):
+    return F.cross_entropy(scores.flatten(0, 1), program.labels.flatten() % CLASSES)
+
+
+def cut_weights(program, losses):
+    weights = torch.rand(2, 16, generator=torch.Generator().manual_seed(program.step)).double()
+    return (losses * ContextRows.of_state(program.ps).of(weights, 1)).mean()
+
+
+CASES = [
+    told(
+        "pairs compared, `(d[:, None] > d[:, :, None]).sum(2) < n`",
+        weighted(lambda d: (d[:, None] > d[:, :, None]).sum(2) < 4),
+    ),
+    told("`torch.subtract` of pairs", weighted(lambda d: (torch.subtract(d[:, None], d[:, :, None]) > 0).sum(2))),
+    told("places of losses by `unique(return_inverse=True)`", weighted(places_of_values)),
+    told("`zeros_like(logp).scatter_(2, labels before, 1.)`", later_labels),
+    told("a hook, `h[(arange(s) - 1).clamp(min=0)]`", steered(rolled), SIZES),
+    told("a hook, `h + h.index_select(0, rows)`", steered(selected), f"{HIDDEN}|{SIZES}"),
+    told("a hook, `h + 0.1 * h[[0]]`", steered(lambda h, v: h + 0.1 * h[[0]]), HIDDEN),
+    told(
+        "a hook without gradients, `torch.cat((0 * h[:1], h[1:]))`",
+        without_gradients(lambda h, v: torch.cat((0 * h[:1], h[1:]))),
+        HIDDEN,
+    ),
+    told("a hook without gradients, `h[-2:].copy_(h[:2])`", without_gradients(copied), HIDDEN),
+    told("a hook, `h * (1 + 1 / len(h))`", steered(lambda h, v: h * (1 + 1 / len(h))), LENGTH),
+    told("a hook, `h + v / math.sqrt(rows)`", steered(lambda h, v: h + v * (3 / h.shape[0] ** 0.5)), LENGTH),
+    *(
+        Case(f"a head on a {what}, {how}", probe(of, in_evaluation=in_evaluation), "told", "context rank's", WHOLE)
+        for what, in_evaluation in (("frozen trunk", False), ("trunk under no_grad", True))
+        for how, of in (("labels shifted", of_shifted), ("a masked mean", of_masked), ("pooled", of_pooled))
+    ),
+    Case("a head on a frozen trunk, by row", probe(of_rows, in_evaluation=False)),
+    Case("a head on a trunk under no_grad, by row", probe(of_rows, in_evaluation=True)),
+    right("a hook on one rank, for a log", on_one_rank),
+    right("a hook, `h.view(len(h), -1, h.shape[2])`", steered(lambda h, v: h.view(len(h), -1, h.shape[2]))),
+    right("a hook, `h / h.norm(dim=-1, keepdim=True)`", steered(lambda h, v: h / h.norm(dim=-1, keepdim=True))),
+    right("a hook without gradients, `0.9 * h`", without_gradients(lambda h, v: 0.9 * h)),
+    right("weights by the values of losses, `sigmoid(d)`", weighted(torch.sigmoid)),
+    right("weights that `ContextRows.of` cut", lambda p: cut_weights(p, p.losses())),
+    right("a focal weight, `(1 - exp(-d)) ** 2`", weighted(lambda d: (1 - (-d).exp()) ** 2)),
+]
+
+FAMILY = Family(
+    "Programs repeated on whole sequences",
+    "What is called on rows of two context ranks is called on whole sequences as well: one program, or told.",
+    CASES,
+    tuple(LAYOUTS),
+)
