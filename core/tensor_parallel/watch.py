@@ -279,8 +279,10 @@ class SplitWatch:
                 difference_message(group, labels[column], other, self._forwards, shapes[column])
             )
         split_sums = gathered[:, len(labels) :]
-        # parts that are all equal were drawn or broadcast as if they were whole
-        if split_sums[0].any() and (split_sums == split_sums[0]).all():
+        are_equal = (split_sums == split_sums[0]).all(0)
+        # parts that are all equal were drawn or broadcast as if they were whole; NaN is of a run that diverged
+        are_alike = split_sums[0].any() and are_equal.all()
+        if are_alike and all(p.isfinite().all() for p in split.values()):
             raise ValueError(
                 f"all {len(split)} split weights are the same on the {group.size} tensor ranks, which hold "
                 "different parts. DistributedDataParallel over the default group broadcasts one rank's: use "
@@ -289,7 +291,7 @@ class SplitWatch:
                 "model.apply(...) draws the same on each: use the layers' own initial weights, or a generator per "
                 "rank"
             )
-        self._warn_of_equal_parts(split, (split_sums == split_sums[0]).all(0))
+        self._warn_of_equal_parts(split, are_equal)
         if self._forwards > 1 and not self._warned_of_sums:
             self._warned_of_sums = warn_of_whole_gradients(named, group)
 
@@ -302,7 +304,7 @@ class SplitWatch:
             return
         for (name, parameter), is_equal in zip(split.items(), are_equal.tolist(), strict=True):
             first = parameter.detach().narrow(layout_of(parameter).split["tp"], 0, 1)
-            if is_equal and not (parameter == first).all():
+            if is_equal and not (parameter == first).all() and parameter.isfinite().all():
                 self._warned_of_parts = True
                 warnings.warn(
                     f"{name} is the same on the tensor ranks, which hold different parts of it: ranks that are "

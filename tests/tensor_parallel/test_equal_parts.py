@@ -38,6 +38,22 @@ def told(initial):
     return [str(w.message) for w in caught if "scales is the same on the tensor ranks" in str(w.message)]
 
 
+def diverged():
+    """A run whose weights are no numbers any more."""
+    module = Mixer(Placement.of(state(tp=2)), next(iter(INITIAL)))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(torch.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            module(torch.ones(2, 6).double()).sum().backward()
+
+
+def test_a_run_that_has_diverged(ranks):
+    ranks(diverged, world=2)
+
+
 @pytest.mark.parametrize("initial", INITIAL)
 def test_parts_that_are_alike(ranks, initial):
     for messages in ranks(told, initial, world=2):

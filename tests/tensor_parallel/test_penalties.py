@@ -81,3 +81,20 @@ def test_a_penalty_counts_once(ranks, how, owner):
     assert not told
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-12, msg=lambda m: f"{name}: {m}")
+
+
+def second_gradient():
+    config = llama_config(num_layers=1, hidden_size=16, num_attention_heads=2, params_dtype=torch.float64)
+    model = GPTModel(config, llama_spec(), VOCAB, S, parallel=state(tp=2), seed=1)
+    tokens = torch.arange(S)[None]
+    loss = model(tokens, labels=tokens).mean()
+    parameters = list(model.parameters())
+    torch.autograd.grad(loss, parameters)
+    try:
+        torch.autograd.grad(loss, parameters)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_an_error_of_torchs_is_torchs(ranks):
+    assert all(seen.startswith("RuntimeError: Trying to backward") for seen in ranks(second_gradient, world=2))

@@ -226,7 +226,8 @@ class ByHand:
             try:
                 result = run_plain(func, args, kwargs)
             except (RuntimeError, IndexError) as error:
-                self._listened((*args, *kwargs.values()))[0][0].explain(error, function_name(func))
+                for heard, _ in self._listened((*args, *kwargs.values()))[:1]:
+                    heard.explain(error, function_name(func))
                 raise
             caller = sys._getframe(2)
             if not self.is_open or not called_by_program(caller):
@@ -379,7 +380,6 @@ class ByHand:
                 listened.append((leaf.heard, leaf))  # type: ignore[attr-defined]
             elif self._gradients and hasattr(type(leaf), "slot"):
                 listened.append((Heard(leaf.slot.parameter, True), leaf))
-        assert listened, "called without a tensor of these classes"
         return listened
 
     def _follow(
