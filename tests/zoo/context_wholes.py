@@ -1,5 +1,8 @@
 """Programs that no table of functions knows: they are called once more on whole sequences, and compared."""
 
+import io
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -17,6 +20,7 @@ OTHERS = "has told what is not right on its rows"
 HIDDEN = f"{OTHERS}|what a hook on .* makes of hidden states which are this context rank's"
 SIZES = "in a number that only this context rank has"
 LENGTH = "a number of the length of the rows which are this context rank's"
+READ = "over rows which are this context rank.s is read"
 WHOLE = "`gather_from_context_region` before, `ContextRows.of` after"
 CLASSES = 3
 
@@ -137,6 +141,51 @@ def of_rows(program, scores):
     return F.cross_entropy(scores.flatten(0, 1), program.labels.flatten() % CLASSES)
 
 
+def evaluated(read):
+    """Numbers of an evaluation, which a program reads."""
+
+    def loss_of(program):
+        with torch.no_grad():
+            logits = program.model.gather_logits(program.model(program.rows["tokens"], program.rows["position_ids"]))
+            read(logits, program.labels)
+        return program.losses().mean()
+
+    return loss_of
+
+
+def greedy(logits, labels):
+    return [bool(v) for v in (logits.argmax(-1)[:, 6:] == labels[:, 6:]).all(-1)]
+
+
+def of_continuation(logits, labels):
+    logp = logits[:, 9:].log_softmax(-1).gather(-1, labels[:, 9:, None])
+    return (logp.sum((1, 2)) - 1).tolist()
+
+
+def saved(logits, labels):
+    torch.save((logits.argmax(-1) == labels).sum(1), io.BytesIO())
+
+
+def counted(program):
+    """A mean of torch's, and one that the program takes over all ranks' tokens."""
+    losses = program.losses()
+    rows = program.total(torch.tensor(float(losses.numel())))
+    return losses.mean() + 0.1 * losses.pow(2).sum() / (rows * program.ranks) * program.ranks
+
+
+def truncated(program):
+    logits, rows = program.logits(), len(program.labels[0])
+    return F.cross_entropy(logits[:, :rows].flatten(0, 1), program.labels[:, :rows].flatten())
+
+
+def filled(h, v):
+    """Values for the rows where a mask is set, one after the other."""
+    mask = h.detach().norm(dim=-1) > 0.5
+    h = h.clone()
+    h[mask] = torch.ones(1000, h.shape[2]).double()[: int(mask.sum())]
+    return h
+
+
 def cut_weights(program, losses):
     weights = torch.rand(2, 16, generator=torch.Generator().manual_seed(program.step)).double()
     return (losses * ContextRows.of_state(program.ps).of(weights, 1)).mean()
@@ -168,6 +217,18 @@ CASES = [
     ),
     Case("a head on a frozen trunk, by row", probe(of_rows, in_evaluation=False)),
     Case("a head on a trunk under no_grad, by row", probe(of_rows, in_evaluation=True)),
+    told("pairs compared, times 2", lambda p: 2 * weighted(lambda d: (d[:, None] > d[:, :, None]).sum(2) < 4)(p)),
+    told("a hook, `h[mask] = values[: mask.sum()]`", steered(filled), f"{SIZES}|{HIDDEN}"),
+    told("a hook, `h * math.log(h.shape[0])`", steered(lambda h, v: h * math.log(h.shape[0])), LENGTH),
+    told(
+        "an exact match under no_grad, `[bool(v) for v in (pred[:, 6:] == labels[:, 6:]).all(-1)]`",
+        evaluated(greedy),
+        READ,
+    ),
+    told("`logp[:, 9:].sum()` of a continuation under no_grad, read", evaluated(of_continuation), READ),
+    told("counts of sequences under no_grad, in a file", evaluated(saved), "over rows which are this context rank's"),
+    right("a mean of torch's, and one by all ranks' tokens", counted),
+    right("`logits[:, :len(labels[0])]`", truncated),
     right("a hook on one rank, for a log", on_one_rank),
     right("a hook, `h.view(len(h), -1, h.shape[2])`", steered(lambda h, v: h.view(len(h), -1, h.shape[2]))),
     right("a hook, `h / h.norm(dim=-1, keepdim=True)`", steered(lambda h, v: h / h.norm(dim=-1, keepdim=True))),

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from core.context_parallel.rows.outputs import Sums
 from core.context_parallel.rows.owner import Owner
-from core.context_parallel.rows.uses import is_rate
+from core.context_parallel.rows.uses import is_logarithm, is_rate
 from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_tensor import Call
 
@@ -29,6 +29,8 @@ class HiddenSums(Sums):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         group = self._owner.group
         assert group is not None
+        if is_logarithm():
+            self._as_floats.add(len(args[0]))
         known = sizes_of_parts(result, args[0].axes, dim, group.size, self._as_floats)
         return super().sizes(args, kwargs, known)
 
@@ -38,7 +40,7 @@ class HiddenSums(Sums):
         return bool(self._as_floats)
 
     def follow(self, call: Call) -> None:
-        if call.name == "len" and is_rate():
+        if call.name == "len" and (is_rate() or is_logarithm()):
             self._as_floats.add(call.result)
         values = (call.args, call.kwargs)
         of_rows = any(not x.partial for x in call.inputs)

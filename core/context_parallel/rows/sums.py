@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from core.autograd import has_main_grad
+from core.autograd import StageContext, has_main_grad
 from core.context_parallel.rows.batches import BatchRows
 from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
 from core.context_parallel.rows.hidden import SIZE_REMEDY, HiddenSums
@@ -66,6 +66,7 @@ class RowSums:
         self._forwards = 0
         self._forwards_inside = 0
         self._forwards_without = 0
+        self._are_whole = False
         self._evaluations = 0
         self._hooked_evaluations = 0
         # kept, since tensors hold who follows them weakly
@@ -76,7 +77,7 @@ class RowSums:
         self._as_written = AsWritten()
         self._inside = HookedRows(self.gradients)
         self._latest: weakref.ref[Sums] | None = None
-        self.wholes = Wholes(ContextRows.of_state(ps), self.tell)
+        self.wholes = Wholes(ContextRows.of_state(ps), self)
         self.repeats = False
         self.batch = BatchRows(self)
         if self.group is not None:
@@ -91,7 +92,7 @@ class RowSums:
         rows_dim: 1 of losses and logits [b, s/cp, ...], 0 of a model's hidden states without its head [s/cp, b, h].
         sums_are_given: an executor takes sums over rows and divides them itself.
         """
-        if self.group is None:
+        if self.group is None or self._are_whole:
             return
         if not output.requires_grad:
             if not sums_are_given:
@@ -111,10 +112,7 @@ class RowSums:
                 self._as_written.begin(self._forwards, output.device)
                 sums.mark(output, axes_of_rows(output, rows_dim))
             self._latest = weakref.ref(sums)
-        if whole is not None and self._splits_vocabulary and rows_dim and output.dim() == 3:
-            self._parts = weakref.ref(output), whole
-        elif whole is not None:
-            self.wholes.add(output, whole, rows_dim)
+        self._repeat(output, whole, rows_dim)
 
     def _weigh(self, sums: Sums, logits: Tensor) -> None:
         # it keeps the logits until backward: in few forwards
@@ -124,6 +122,7 @@ class RowSums:
     def _follow_reads(self, output: Tensor, rows_dim: int) -> None:
         """Of an evaluation: statistics of this rank's rows are told where they are read; nothing has a gradient."""
         self._evaluations += 1
+        whole = self.wholes.gathered(output, rows_dim) if is_repeated(self._evaluations) else None
         if is_turn(self._evaluations) and not self._told_of_log:
             as_written = AsWritten()
             as_written.begin(self._evaluations, output.device)
@@ -133,6 +132,14 @@ class RowSums:
             sums.mark(output, axes_of_rows(output, rows_dim))
             self._evaluated.append(sums)
             self._latest = weakref.ref(sums)
+        self._repeat(output, whole, rows_dim)
+
+    def _repeat(self, output: Tensor, whole: Tensor | None, rows_dim: int) -> None:
+        """What is called on it is repeated; on logits of a part of the vocabulary once they are gathered."""
+        if whole is not None and self._splits_vocabulary and rows_dim and output.dim() == 3:
+            self._parts = weakref.ref(output), whole
+        elif whole is not None:
+            self.wholes.add(output, whole, rows_dim)
 
     def follow_batch(self, batch: Mapping[str, Any], whole: Mapping[str, Any]) -> None:
         """Of a batch that was cut for the next forward, if that is one of those which are followed."""
@@ -162,13 +169,15 @@ class RowSums:
         return self.batch.compared.to(device), self._synced.numbers().to(device)
 
     def look_inside(
-        self, model: nn.Module, shares: tuple[int, ...], inputs: tuple, *, sums: bool
+        self, model: nn.Module, shares: tuple[int, ...], inputs: tuple, stage: StageContext
     ) -> None:
         """Before a forward: follow hidden states that the program's hooks are given, until `end_look`.
 
-        shares: how many rows they may have. inputs: tokens, labels. sums: are given, as of `follow`.
+        shares: how many rows they may have. inputs: tokens, labels.
         """
-        if self.group is None:
+        # in a generation each rank has whole sequences, or one rank alone runs
+        self._are_whole = stage.whole_sequences
+        if self.group is None or self._are_whole:
             return
         if not torch.is_grad_enabled():
             self._look_at_evaluation(model, shares)
@@ -194,7 +203,7 @@ class RowSums:
             whole = self._whole_of_hidden(hidden, shares)
             # frozen: its rows are known by what is made of them alone
             if hidden.requires_grad:
-                followed = HiddenSums(self, hidden, judges_totals=not sums)
+                followed = HiddenSums(self, hidden, judges_totals=not stage.driven)
                 hidden.register_hook(followed.compare)
                 if not self.told:
                     followed.mark(hidden, axes_of_rows(hidden, 0))

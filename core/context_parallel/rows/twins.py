@@ -9,14 +9,26 @@ from torch import Tensor
 from core.parallel_state.by_hand.part_sizes import PartNumber, number_of_part
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 
+# what twins were made of: the batch alone, an evaluation's output, one with gradients
+BATCH, EVALUATION, TRAINING = range(3)
+
 
 @dataclass(slots=True)
 class Twins:
-    """What a tensor is of a copy of this rank's rows, and of whole sequences; dim: of rows, where it is known."""
+    """What a tensor is of a copy of this rank's rows, and of whole sequences; dim: of rows, where it is known.
+
+    unscaled: of whole sequences, without the numbers of ranks that multiply it. source: BATCH and so on.
+    """
 
     own: Tensor
     whole: Tensor
     dim: int | None = None
+    unscaled: Any = None
+    source: int = TRAINING
+
+    def __post_init__(self) -> None:
+        if self.unscaled is None:
+            self.unscaled = self.whole
 
 
 def known_size(size: int, whole: int) -> int:

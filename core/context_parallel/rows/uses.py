@@ -25,6 +25,11 @@ def is_rate() -> bool:
     return _is_used(_divides)
 
 
+def is_logarithm() -> bool:
+    """Whether a logarithm is taken, which asks an int for no float."""
+    return _is_used(_takes_logarithm)
+
+
 def _is_used(how: Callable[[_Line], bool]) -> bool:
     frame: Any = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("core.", "torch.")):
@@ -72,8 +77,12 @@ def _orders(line: _Line) -> bool:
 def _divides(line: _Line) -> bool:
     quotients = ("/", "/=", "**", "**=")
     return any(i.opname == "BINARY_OP" and i.argrepr in quotients for i in line) or _calls(
-        line, "sqrt", "rsqrt", "log"
+        line, "sqrt", "rsqrt"
     )
+
+
+def _takes_logarithm(line: _Line) -> bool:
+    return _calls(line, "log", "log2", "log10")
 
 
 def _calls(line: _Line, *names: str) -> bool:

@@ -5,27 +5,29 @@ of them, and on the rows of all ranks. Where the program ends, at `backward` or 
 agree on this rank's rows: gradients but for a number of ranks, hidden states in each value.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from core.context_parallel.rows import lanes
+from core.context_parallel.rows.reads import READS, SUM_REMEDY
 from core.context_parallel.rows.twins import (
+    BATCH,
+    EVALUATION,
+    TRAINING,
     Twins,
     are_proportional,
     differ,
     has_twins,
-    index_of_all,
     known_size,
     misfit_of,
 )
 from core.parallel_state.by_hand.listened_tensor import unmark
-from core.parallel_state.by_hand.part_sizes import whole_number
 from core.parallel_state.by_hand.split_names import kind_of
 from core.parallel_state.by_hand.split_tensor import REPEATED, Call, Follower, SplitTensor
 from core.parallel_state.collectives import all_gather
@@ -33,14 +35,6 @@ from core.parallel_state.context import ContextRows
 
 # elements of whole sequences, at most: a larger output is not repeated
 _LARGEST = 2**26
-_NOT_REPEATED_NAMES = """
-    backward grad register_hook retain_grad deepcopy reduce_ex record_stream apply map map2 share_memory resize
-    resize_as set module_load requires_grad storage untyped_storage item tolist numpy array
-    batch_norm instance_norm multi_head_attention_forward scaled_dot_product_attention lstm gru rnn_tanh rnn_relu
-    checkpoint flex_attention
-"""
-_NOT_REPEATED = frozenset(_NOT_REPEATED_NAMES.split())
-_COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")
 # after which the same rows begin anew, without their gradients
 _CUT_NAMES = "detach data clone to cpu cuda float double half bfloat16 contiguous"
 _CUTS = frozenset(_CUT_NAMES.split())
@@ -66,18 +60,22 @@ def is_repeated(count: int) -> bool:
     return not count & (count - 1)
 
 
-class Wholes(Follower):
-    """Of one model. `tell(what, remedy)`: what is said where the two differ."""
+class _Teller(Protocol):
+    def tell(self, what: str, remedy: str) -> None: ...
 
-    def __init__(self, rows: ContextRows, tell: Callable[[str, str], None]) -> None:
+    def tell_of_log(self, name: str, remedy: str) -> None: ...
+
+
+class Wholes(Follower):
+    """Of one model."""
+
+    def __init__(self, rows: ContextRows, owner: _Teller) -> None:
         super().__init__()
         self._rows = rows
-        self._tell = tell
+        self._owner = owner
         self._leaves: list[_Leaf] = []
         # functions that are not known to be by row, since the forward began
         self._names: list[str] = []
-        # a number of ranks multiplies what is of rows: the program has thought of them
-        self._knows_ranks = False
         # what is to be said of a hook, once others have said what they know
         self._of_hook = ""
         # what `loss_fn` returned to an executor
@@ -95,7 +93,6 @@ class Wholes(Follower):
         self._leaves = [leaf for leaf in self._leaves if leaf.own() is not None]
         self._kept = [reference for reference in self._kept if reference() is not None]
         self._names = []
-        self._knows_ranks = False
         self.forget_dead()
 
     def end(self) -> None:
@@ -123,20 +120,21 @@ class Wholes(Follower):
 
     def add(self, x: Tensor, whole: Tensor, dim: int | None) -> None:
         """`x`, rows of `whole`, is about to be given to the program; dim: where its gradient is looked at."""
+        source = TRAINING if x.requires_grad else EVALUATION if dim is not None else BATCH
         with torch._C.DisableTorchFunctionSubclass():
             own = x.detach().as_subclass(Tensor).clone()
             whole = whole.detach().as_subclass(Tensor)
-            self.keep(x, self._begun(own, whole, dim))
+            self.keep(x, self._begun(own, whole, dim, source))
 
-    def _begun(self, own: Tensor, whole: Tensor, dim: int | None) -> Twins:
+    def _begun(self, own: Tensor, whole: Tensor, dim: int | None, source: int) -> Twins:
         if dim is None:
-            return Twins(own, whole, dim)
+            return Twins(own, whole, source=source)
         leaves = own.detach().requires_grad_(), whole.detach().requires_grad_()
         self._leaves.append(_Leaf(weakref.ref(leaves[0]), weakref.ref(leaves[1]), dim))
         if not torch.is_grad_enabled():
-            return Twins(*leaves, dim)
+            return Twins(*leaves, dim, source=source)
         # what is written into is no leaf
-        return Twins(leaves[0] * 1, leaves[1] * 1, dim)
+        return Twins(leaves[0] * 1, leaves[1] * 1, dim, source=source)
 
     def keep(self, x: Any, twins: Twins | str) -> None:
         """What is called on `x` is repeated on these; or the name of a function that could not be."""
@@ -184,12 +182,25 @@ class Wholes(Follower):
             return
         if call.name in _FACTS:
             return
-        self._knows_ranks |= "mul" in call.name and self._rows.size in _numbers(call.args)
+        if call.name in (*READS, "bool") and not isinstance(call.result, Tensor):
+            self._read(call.inputs[0])
+            return
         written = pytree.tree_leaves(call.args[:1]) if call.writes else []
         if call.name == "all_reduce":
             self._reduced(call)
         elif not self._repeat(call, written):
             self._forget(written)
+
+    def _read(self, x: Any) -> None:
+        """A number of an evaluation: told where it is not that of whole sequences."""
+        if not has_twins(x) or x.twins.source != EVALUATION:
+            return
+        own, whole = x.twins.own.detach(), x.twins.whole.detach()
+        if own.shape == whole.shape and differ(own, whole):
+            self._owner.tell_of_log("a number over", SUM_REMEDY)
+
+    def read(self, name: str, tensor: SplitTensor) -> None:
+        self._read(tensor)
 
     def _reduced(self, call: Call) -> None:
         """It is of all ranks now: the same beside rows and beside whole sequences."""
@@ -211,7 +222,7 @@ class Wholes(Follower):
         misfit: str | None = next(filter(None, map(misfit_of, tensors)), "")
         if not misfit:
             followed = [x for x in tensors if isinstance(x, SplitTensor)]
-            if not all(map(has_twins, followed)) or _is_not_repeated(call):
+            if not all(map(has_twins, followed)) or not lanes.is_repeatable(call):
                 return False
         # of a tensor of the program's own a second write would be seen
         if not all(hasattr(x, "twins") for x in written if isinstance(x, Tensor)):
@@ -227,48 +238,38 @@ class Wholes(Follower):
 
     def _run_both(self, call: Call, is_of_rows: bool) -> str | None:
         """None: it could not be; the name, where nothing but rows is in it. is_of_rows: all its tensors are such."""
+        known = [x.twins for x in pytree.tree_leaves((call.args, call.kwargs)) if has_twins(x)]
+        is_scaled = lanes.is_scaled(call, self._rows.size)
+        is_unlike = is_scaled or any(x.unscaled is not x.whole for x in known)
         try:
-            own = self._run(call, "own")
+            own = lanes.run_in("own", call, self._rows.size)
+            # before the whole is written into
+            unscaled = lanes.run_in("unscaled", call, self._rows.size) if is_unlike else None
         except Exception:
             # who looks on must not end a right program
             return None
         try:
-            whole = self._run(call, "whole")
+            whole = lanes.run_in("whole", call, self._rows.size)
         except Exception:
             # of what has other sizes
-            return call.name if is_of_rows else None
+            return call.name if is_of_rows or _fills_a_mask(call) else None
         if kind_of(call.name) not in ("element", "fact", "view") and call.name not in self._names:
             self._names.append(call.name)
-        for x, *pair in zip(*map(pytree.tree_leaves, (call.result, own, whole)), strict=False):
-            if isinstance(x, Tensor) and isinstance(pair[1], Tensor):
-                self.keep(x, self._made(call, *pair))
+        found = map(pytree.tree_leaves, (call.result, own, whole, unscaled if is_unlike else whole))
+        for x, *made in zip(*found, strict=False):
+            if isinstance(x, Tensor) and all(isinstance(one, Tensor) for one in made):
+                self.keep(x, self._made(call, known, *made))
         return ""
 
-    def _run(self, call: Call, name: str) -> Any:
-        def twin(x: Any) -> Any:
-            if has_twins(x):
-                return getattr(x.twins, name)
-            if isinstance(x, slice):
-                return slice(*map(twin, (x.start, x.stop, x.step)))
-            if isinstance(x, torch.Size):
-                return torch.Size(list(map(twin, x)))
-            return whole_number(x) if name == "whole" else x
-
-        args = call.args
-        if name == "whole" and call.name in ("getitem", "setitem") and has_twins(args[0]):
-            args = (args[0], index_of_all(args[0], args[1]), *args[2:])
-        args, kwargs = pytree.tree_map(twin, (args, call.kwargs))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return call.func(*args, **kwargs)
-
-    def _made(self, call: Call, own: Tensor, whole: Tensor) -> Twins:
+    def _made(
+        self, call: Call, known: list[Twins], own: Tensor, whole: Tensor, unscaled: Tensor
+    ) -> Twins:
+        source = max(x.source for x in known)
         first: Any = call.args[0] if call.args else None
-        known = first.twins.dim if has_twins(first) else None
-        dim = known if call.name in _CUTS else None
+        dim = first.twins.dim if has_twins(first) and call.name in _CUTS else None
         if dim is not None and own.is_floating_point() and not own.requires_grad:
-            return self._begun(own, whole, dim)
-        return Twins(own, whole, dim)
+            return self._begun(own, whole, dim, source)
+        return Twins(own, whole, dim, unscaled, source)
 
     @torch.no_grad()
     def check_returned(self, x: Any, name: str, *, is_training: bool) -> None:
@@ -334,14 +335,23 @@ class Wholes(Follower):
             return
         try:
             of_own = self._gradients(found, given, [x for x, _, _ in leaves], "own")
-            of_whole = self._gradients(found, given, [x for _, x, _ in leaves], "whole")
+            of_whole, of_unscaled = (
+                self._gradients(found, given, [x for _, x, _ in leaves], lane)
+                for lane in ("whole", "unscaled")
+            )
         except RuntimeError:
             return
-        for (own, _, dim), one, all_rows in zip(leaves, of_own, of_whole, strict=True):
+        for (own, _, dim), one, *of_all in zip(leaves, of_own, of_whole, of_unscaled, strict=True):
             one = torch.zeros_like(own) if one is None else one
-            rows = torch.zeros_like(own) if all_rows is None else self._rows.cut(all_rows, dim)
-            # what is averaged by hand beside means of torch's is no multiple of either
-            if not self._knows_ranks and not are_proportional(one, rows, (1, self._rows.size)):
+            # what is averaged by hand beside means of torch's is like the second alone
+            if not any(
+                are_proportional(
+                    one,
+                    torch.zeros_like(own) if rows is None else self._rows.cut(rows, dim),
+                    (1, self._rows.size),
+                )
+                for rows in of_all
+            ):
                 self._say("the gradient that a loss gives rows")
                 return
 
@@ -356,7 +366,7 @@ class Wholes(Follower):
             )
 
     def _tell_of_misfit(self, name: str) -> None:
-        self._tell(
+        self._owner.tell(
             f"{name} is given rows in a number that only this context rank has: the same functions cannot be called "
             "on whole sequences",
             REMEDY,
@@ -364,25 +374,13 @@ class Wholes(Follower):
 
     def _say(self, what: str) -> None:
         calls = f" It calls {', '.join(self._names[:8])}." if self._names else ""
-        self._tell(
+        self._owner.tell(
             f"{what} which are this context rank's is not what the same functions make of whole sequences.{calls} "
             "Some of them meets other rows, their places or their number",
             REMEDY,
         )
 
 
-def _numbers(args: tuple) -> list:
-    return [x for x in args if isinstance(x, (int, float)) and not isinstance(x, bool)]
-
-
-def _is_not_repeated(call: Call) -> bool:
-    """What draws, sends, or changes what is not among its arguments."""
-    module = getattr(call.func, "__module__", None) or ""
-    return (
-        kind_of(call.name) == "draw"
-        or call.name in _NOT_REPEATED
-        or call.name.startswith(_COLLECTIVES)
-        or module.startswith("torch.distributed")
-        or "out" in call.kwargs
-        or getattr(call.func, "__name__", "") == "__set__"
-    )
+def _fills_a_mask(call: Call) -> bool:
+    """`x[mask] = values`: as many as this rank has places."""
+    return call.name == "setitem" and isinstance(call.args[2], Tensor) and call.args[2].dim() > 1

@@ -206,7 +206,7 @@ class GPTModel(ModelWeights):
         if is_eager := not torch.compiler.is_compiling():
             shares = (s, s // self.place.tp if self.place.splits_sequence else s)
             given = (tokens, labels, position_ids)
-            self._row_sums.look_inside(self, shares, given, sums=self.stage.driven)
+            self._row_sums.look_inside(self, shares, given, self.stage)
             self._own_parts.attach(self, s, is_whole=self.stage.whole_sequences)
         # Driven by an executor, dropout's seed is a function of (seed, step, microbatch). In a plain loop it is drawn
         # once per forward from torch's generator, so that `torch.manual_seed` and torch's checkpoint work as usual.

@@ -84,6 +84,10 @@ class SplitTensor(ListenedTensor):
         self._is_read("repr")
         return super().__repr__()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._is_read("a file")
+        return super().__reduce_ex__(protocol)
+
     def _is_read(self, name: str) -> None:
         if (follower := self.seen_by()) is not None:
             follower.read(name, self)
