@@ -4,6 +4,7 @@ import io
 import math
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -173,6 +174,16 @@ def counted(program):
     return losses.mean() + 0.1 * losses.pow(2).sum() / (rows * program.ranks) * program.ranks
 
 
+def by_the_world(program):
+    """As trainers count tokens: of all ranks, times their number."""
+    losses = program.losses()
+    rows, ranks = torch.tensor(losses.numel()), 1
+    if program.group is not None:
+        dist.all_reduce(rows)
+        ranks = dist.get_world_size()
+    return losses.sum() * ranks / rows.item()
+
+
 def truncated(program):
     logits, rows = program.logits(), len(program.labels[0])
     return F.cross_entropy(logits[:, :rows].flatten(0, 1), program.labels[:, :rows].flatten())
@@ -228,6 +239,7 @@ CASES = [
     told("`logp[:, 9:].sum()` of a continuation under no_grad, read", evaluated(of_continuation), READ),
     told("counts of sequences under no_grad, in a file", evaluated(saved), "over rows which are this context rank's"),
     right("a mean of torch's, and one by all ranks' tokens", counted),
+    right("`losses.sum() * world_size / n.item()`, n of the world", by_the_world),
     right("`logits[:, :len(labels[0])]`", truncated),
     right("a hook on one rank, for a log", on_one_rank),
     right("a hook, `h.view(len(h), -1, h.shape[2])`", steered(lambda h, v: h.view(len(h), -1, h.shape[2]))),

@@ -342,10 +342,8 @@ class Sums(FollowsRows):
     def _follow_totals(self, call: Call) -> None:
         """Until a tensor divides them, or a number of ranks multiplies them: the program knows the ranks then."""
         totals: tuple[Total, ...] = sum((x.totals for x in call.inputs if x.partial == TOTAL), ())  # type: ignore[attr-defined]
-        group = self._owner.group
-        assert group is not None
         for total in totals:
-            total.follow(call.name, call.args, (group.size, group.size * self._owner.replicas))
+            total.follow(call.name, call.args, self._owner.rank_counts)
         if call.name in (*SCALED, *ADDED) and isinstance(call.result, Tensor):
             self._mark_totals(call.result, totals)
 

@@ -15,7 +15,8 @@ class Owner(Protocol):
     """Who tells, once, of all outputs of a model."""
 
     group: Group | None
-    replicas: int
+    # context ranks, those over which gradients are averaged, all ranks: by which a program may multiply
+    rank_counts: tuple[int, ...]
     told: bool
     ended: bool
     is_averaged: bool

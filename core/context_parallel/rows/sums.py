@@ -61,8 +61,7 @@ class RowSums:
         # by a `DataParallel`, over data and context ranks: the model's gradients
         self.is_averaged = False
         self._told_of_log = False
-        # data ranks, over which gradients are averaged together with cp
-        self.replicas = ps.size("dp")
+        self.rank_counts = _rank_counts(ps)
         self._forwards = 0
         self._forwards_inside = 0
         self._forwards_without = 0
@@ -304,3 +303,8 @@ class RowSums:
             self._told_of_log = True
             what = f"{name} rows which are this context rank's {does}: others hold the rest of each sequence"
             warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
+
+
+def _rank_counts(ps: ParallelState) -> tuple[int, ...]:
+    context, data = ps.size("cp"), ps.size("dp")
+    return context, context * data, ps.world.size if ps.world is not None else 1
