@@ -174,6 +174,15 @@ def counted(program):
     return losses.mean() + 0.1 * losses.pow(2).sum() / (rows * program.ranks) * program.ranks
 
 
+def counted_in_place(program):
+    """The same, written into."""
+    losses = program.losses()
+    squares = losses.pow(2).sum()
+    squares /= program.total(torch.tensor(float(losses.numel()))) * program.ranks
+    squares *= program.ranks
+    return losses.mean() + 0.1 * squares
+
+
 def by_the_world(program):
     """As trainers count tokens: of all ranks, times their number."""
     losses = program.losses()
@@ -239,6 +248,7 @@ CASES = [
     told("`logp[:, 9:].sum()` of a continuation under no_grad, read", evaluated(of_continuation), READ),
     told("counts of sequences under no_grad, in a file", evaluated(saved), "over rows which are this context rank's"),
     right("a mean of torch's, and one by all ranks' tokens", counted),
+    right("the same, `squares *= ranks`", counted_in_place),
     right("`losses.sum() * world_size / n.item()`, n of the world", by_the_world),
     right("`logits[:, :len(labels[0])]`", truncated),
     right("a hook on one rank, for a log", on_one_rank),

@@ -7,21 +7,22 @@ agree on this rank's rows: gradients but for a number of ranks, hidden states in
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import wraps
+from typing import Any, ParamSpec, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows import lanes
+from core.context_parallel.rows.judged import Leaf, are_gradients_alike
 from core.context_parallel.rows.reads import READS, SUM_REMEDY
 from core.context_parallel.rows.twins import (
     BATCH,
     EVALUATION,
     TRAINING,
     Twins,
-    are_proportional,
     differ,
     has_twins,
     known_size,
@@ -33,6 +34,7 @@ from core.parallel_state.by_hand.split_tensor import REPEATED, Call, Follower, S
 from core.parallel_state.collectives import all_gather
 from core.parallel_state.context import ContextRows
 
+_P = ParamSpec("_P")
 # elements of whole sequences, at most: a larger output is not repeated
 _LARGEST = 2**26
 # after which the same rows begin anew, without their gradients
@@ -46,18 +48,24 @@ REMEDY = (
 )
 
 
-@dataclass(slots=True)
-class _Leaf:
-    """Where a program's functions begin; they are kept as long as what is made of them."""
-
-    own: "weakref.ref[Tensor]"
-    whole: "weakref.ref[Tensor]"
-    dim: int
-
-
 def is_repeated(count: int) -> bool:
     """Whether a forward is one of those that are repeated: the 1st, 2nd, 4th, 8th ..."""
     return not count & (count - 1)
+
+
+def _looks_on(method: Callable[_P, None]) -> Callable[_P, None]:
+    """What it cannot do ends no right program; what it says may, where a program makes errors of warnings."""
+
+    @wraps(method)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            method(*args, **kwargs)
+        except Warning:
+            raise
+        except Exception:
+            return
+
+    return guarded
 
 
 class _Teller(Protocol):
@@ -73,7 +81,7 @@ class Wholes(Follower):
         super().__init__()
         self._rows = rows
         self._owner = owner
-        self._leaves: list[_Leaf] = []
+        self._leaves: list[Leaf] = []
         # functions that are not known to be by row, since the forward began
         self._names: list[str] = []
         # what is to be said of a hook, once others have said what they know
@@ -130,7 +138,7 @@ class Wholes(Follower):
         if dim is None:
             return Twins(own, whole, source=source)
         leaves = own.detach().requires_grad_(), whole.detach().requires_grad_()
-        self._leaves.append(_Leaf(weakref.ref(leaves[0]), weakref.ref(leaves[1]), dim))
+        self._leaves.append(Leaf(weakref.ref(leaves[0]), weakref.ref(leaves[1]), dim))
         if not torch.is_grad_enabled():
             return Twins(*leaves, dim, source=source)
         # what is written into is no leaf
@@ -162,7 +170,7 @@ class Wholes(Follower):
         finally:
             # the others may have given up some of them
             for x, known in zip(call.inputs, twins, strict=True):
-                if known is not None:
+                if known is not None and getattr(x, "twins", None) is not known:
                     self.keep(x, known)
         self.repeat(call)
 
@@ -174,6 +182,7 @@ class Wholes(Follower):
         else:
             self.repeat(call)
 
+    @_looks_on
     def repeat(self, call: Call) -> None:
         """After what the program called was called, and all others have seen it."""
         if call.name == "backward":
@@ -191,6 +200,7 @@ class Wholes(Follower):
         elif not self._repeat(call, written):
             self._forget(written)
 
+    @_looks_on
     def _read(self, x: Any) -> None:
         """A number of an evaluation: told where it is not that of whole sequences."""
         if not has_twins(x) or x.twins.source != EVALUATION:
@@ -241,6 +251,8 @@ class Wholes(Follower):
         known = [x.twins for x in pytree.tree_leaves((call.args, call.kwargs)) if has_twins(x)]
         is_scaled = lanes.is_scaled(call, self._rows.size)
         is_unlike = is_scaled or any(x.unscaled is not x.whole for x in known)
+        if is_unlike and call.writes and not _part_unscaled(call.args[0]):
+            return None
         try:
             own = lanes.run_in("own", call, self._rows.size)
             # before the whole is written into
@@ -271,6 +283,7 @@ class Wholes(Follower):
             return self._begun(own, whole, dim, source)
         return Twins(own, whole, dim, unscaled, source)
 
+    @_looks_on
     @torch.no_grad()
     def check_returned(self, x: Any, name: str, *, is_training: bool) -> None:
         """A hook of the program's has returned `x`, [s/cp, b, h], which goes on in the model."""
@@ -310,6 +323,7 @@ class Wholes(Follower):
     def returned(self, loss: SplitTensor, count: Any) -> None:
         self.loss = loss
 
+    @_looks_on
     def judge_returned(self) -> None:
         """The backward of an executor has come to an output."""
         loss, self.loss = self.loss, None
@@ -326,44 +340,8 @@ class Wholes(Follower):
             self._tell_of_misfit(misfit)
         if not found or not all(map(has_twins, found)) or len(given) not in (0, len(found)):
             return
-        leaves = [
-            (own, whole, x.dim)
-            for x in self._leaves
-            if (own := x.own()) is not None and (whole := x.whole()) is not None
-        ]
-        if not leaves:
-            return
-        try:
-            of_own = self._gradients(found, given, [x for x, _, _ in leaves], "own")
-            of_whole, of_unscaled = (
-                self._gradients(found, given, [x for _, x, _ in leaves], lane)
-                for lane in ("whole", "unscaled")
-            )
-        except RuntimeError:
-            return
-        for (own, _, dim), one, *of_all in zip(leaves, of_own, of_whole, of_unscaled, strict=True):
-            one = torch.zeros_like(own) if one is None else one
-            # what is averaged by hand beside means of torch's is like the second alone
-            if not any(
-                are_proportional(
-                    one,
-                    torch.zeros_like(own) if rows is None else self._rows.cut(rows, dim),
-                    (1, self._rows.size),
-                )
-                for rows in of_all
-            ):
-                self._say("the gradient that a loss gives rows")
-                return
-
-    def _gradients(self, losses: list, given: list, leaves: list[Tensor], name: str) -> tuple:
-        of_losses = [getattr(x.twins, name) for x in losses]
-        seeds = [
-            getattr(x.twins, name) if has_twins(x) else x.as_subclass(Tensor) for x in given
-        ] or None
-        with torch._C.DisableTorchFunctionSubclass():
-            return torch.autograd.grad(
-                of_losses, leaves, seeds, retain_graph=True, allow_unused=True
-            )
+        if not are_gradients_alike(found, given, self._leaves, self._rows):
+            self._say("the gradient that a loss gives rows")
 
     def _tell_of_misfit(self, name: str) -> None:
         self._owner.tell(
@@ -379,6 +357,15 @@ class Wholes(Follower):
             "Some of them meets other rows, their places or their number",
             REMEDY,
         )
+
+
+def _part_unscaled(x: Any) -> bool:
+    """Before it is written into: give `x` an unscaled twin of its own; False where others share its memory."""
+    if not has_twins(x) or x.twins.whole._base is not None:
+        return False
+    if x.twins.unscaled is x.twins.whole:
+        x.twins.unscaled = x.twins.whole.clone()
+    return True
 
 
 def _fills_a_mask(call: Call) -> bool:
