@@ -119,10 +119,14 @@ class HookedParts:
     """
 
     def __init__(self, group: Group, tell: Callable[[str], None]) -> None:
-        self._activations = SplitActivations(group)
+        self._activations = SplitActivations(group, compares_factors=True)
         self._weights = SplitWeights(group)
         self._tell = tell
         self._handles: list[Any] = []
+
+    def compare_factors(self, device: torch.device) -> None:
+        """Before each forward in which hooks are looked at, on all ranks; two of them make a small all-gather."""
+        self._activations.compare_factors(device)
 
     def attach(self, model: nn.Module, names: set[str]) -> None:
         """Look at hooks on the modules `names`, until `detach`."""

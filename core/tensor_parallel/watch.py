@@ -213,11 +213,11 @@ class SplitWatch:
         return group is not None and len(set(ranks_of(heard.group)) & set(group.ranks)) > 1
 
     def _look_at_hooks(self, module: nn.Module) -> None:
-        """A user's forward hook sees shards: what it does with them is followed, or told at once, under
-        sequence parallelism, where parameters that it brings along have no layout as well. What backward
-        hooks do with gradients is followed."""
+        """A user's hook sees shards: what it does with them is followed; that of a forward is told at once under
+        sequence parallelism, where parameters that it brings along have no layout as well."""
         if self._hooked_parts is None or self._hooked_gradients is None:
             return
+        self._hooked_parts.compare_factors(next(module.parameters()).device)
         split = modules_between_split(module)
         self._hooked_gradients.attach(module, split, has_rows=self._sums_foreign)
         if self._warned_of_hooks:

@@ -27,6 +27,10 @@ _PARTS_REMEDY = (
     "Average it before: torch.distributed.all_reduce(g, group=parallel_state.get_data_parallel_group("
     "with_context_parallel=True)), over that group's size where the loss is a mean"
 )
+_READS_REMEDY = (
+    "A loss that is a mean of a rank's own rows gives them as many times one process's gradient as there are ranks; "
+    "gather_from_context_region(g, ps, dim) of core.context_parallel has those of all rows"
+)
 _SCALES = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv")
 _REMEDY = (
     "Sum squares over the ranks before: n = g.pow(2).sum(); torch.distributed.all_reduce(n, "
@@ -42,6 +46,8 @@ class GradientRows(Follower):
         self._told = False
         # whether the hook that runs has read a number of the rows
         self._has_read = False
+        # after a backward a number of them is what a program wants to know
+        self._tells_reads = False
 
     def listening(self, hook: Any, axes: Axes) -> Any:
         """The hook, whose gradient is followed while it runs."""
@@ -56,7 +62,7 @@ class GradientRows(Follower):
 
     def begin(self, gradients: Any, axes: Axes) -> None:
         """A program's code is about to get them."""
-        self._has_read = False
+        self._has_read = self._tells_reads = False
         for gradient in pytree.tree_leaves(gradients):
             if isinstance(gradient, Tensor) and gradient.dim() == len(axes) and not self._told:
                 self.mark(gradient, axes)
@@ -65,13 +71,18 @@ class GradientRows(Follower):
         """It has returned: what it made goes on as a gradient."""
         self.make_plain()
 
+    def looked_at(self, gradient: Any, axes: Axes) -> None:
+        """`hidden.grad` after a backward: saliency of its rows."""
+        self.begin((gradient,), axes)
+        self._tells_reads = True
+
     def given_by_grad(self, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """`torch.autograd.grad(loss, rows)` returned gradients, which stay followed."""
         inputs = args[1] if len(args) > 1 else kwargs.get("inputs")
         inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
         for x, gradient in zip(inputs, result, strict=False):
             if isinstance(x, SplitTensor) and not x.partial:
-                self.begin((gradient,), x.axes)
+                self.looked_at(gradient, x.axes)
             elif isinstance(x, nn.Parameter) and not self._told:
                 self.mark(gradient, None, _OF_PARAMETER)
 
@@ -82,6 +93,11 @@ class GradientRows(Follower):
             return
         if any(x.partial == _OF_PARAMETER for x in inputs):
             self._follow_parts(call)
+            return
+        if self._tells_reads and name in READS and not isinstance(result, Tensor):
+            self._warn(
+                f"{name} of gradients of rows which are this context rank's. {_READS_REMEDY}"
+            )
             return
         sums = [x for x in inputs if x.partial]
         rows = [x for x in inputs if not x.partial]

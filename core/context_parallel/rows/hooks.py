@@ -18,6 +18,7 @@ from core.parallel_state.by_hand import is_foreign
 from core.parallel_state.by_hand.as_written import is_compiled
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 from core.parallel_state.collectives import Group, all_gather
+from core.parallel_state.layout import layout_of
 
 
 class HookedRows:
@@ -76,6 +77,23 @@ class HookedRows:
                     self._handles.append(register(partial(mark, name), prepend=True))
                     self._handles.append(register(partial(checked, name)))
 
+    def listen_to_parts(
+        self,
+        model: nn.Module,
+        called: Callable[[nn.Module, tuple, Any], None],
+        *,
+        are_split: bool,
+    ) -> None:
+        """After a forward: let `called` see what a program calls the model's norms and linears on, until `detach`.
+
+        A logit lens, an early exit. are_split: tensor ranks split linears, which are left out.
+        """
+        for part in model.modules():
+            weights = [*part._parameters.values()]
+            is_leaf = weights and not part._modules and type(part).__module__.startswith("core.")
+            if is_leaf and not (are_split and any(map(_is_split, weights))):
+                self._handles.append(part.register_forward_hook(called))
+
     @staticmethod
     def has_hooks(model: nn.Module) -> bool:
         """Whether a program's hooks are given what its parts take or return."""
@@ -118,6 +136,10 @@ class HookedRows:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+
+def _is_split(parameter: nn.Parameter | None) -> bool:
+    return parameter is not None and "tp" in layout_of(parameter).split
 
 
 def _version(x: Tensor) -> int:

@@ -103,6 +103,9 @@ class Sums(FollowsRows):
         if call.func is torch.autograd.grad:
             self._owner.gradients.given_by_grad(args, call.kwargs, result)
             return
+        if name == "grad":
+            self._owner.gradients.looked_at(result, call.inputs[0].axes)
+            return
         of_batch = [x for x in call.inputs if is_of_batch(x)]
         inputs = [x for x in call.inputs if not is_of_batch(x)]
         inputs = self._hear_draws(name, self._hear_writes(call, inputs), result)
@@ -124,8 +127,7 @@ class Sums(FollowsRows):
         name, inputs, result = call.name, call.inputs, call.result
         args, kwargs = call.args, call.kwargs
         needs_gradient = any(x.requires_grad for x in inputs)
-        goes_to_lists = name == "tolist" and self.is_evaluation and not self._is_loss
-        if name in ("numpy", "array") or goes_to_lists:
+        if name in ("numpy", "array") or (name == "tolist" and self.is_evaluation):
             # nothing is heard of what is made of them there
             self._owner.tell_of_log("values of", reads.NUMPY_REMEDY, "go to numpy")
         try:

@@ -178,6 +178,7 @@ class RowSums:
         self._are_whole = stage.whole_sequences
         if self.group is None or self._are_whole:
             return
+        self._inside.detach()
         if not torch.is_grad_enabled():
             self._look_at_evaluation(model, shares)
             return
@@ -261,9 +262,12 @@ class RowSums:
 
         self._inside.attach(model, shares, follow, self._check_hook)
 
-    def end_look(self) -> None:
+    def end_look(self, model: nn.Module) -> None:
         """After that forward."""
         self._inside.detach()
+        if self.repeats and self.group is not None and self._inside.has_hooks(model):
+            are_split = self._ps.size("tp") > 1
+            self._inside.listen_to_parts(model, self.wholes.called, are_split=are_split)
 
     def mark_gathered(self, logits: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """[b, s/cp, v], gathered from tensor ranks' parts, which is followed as the output of that forward."""

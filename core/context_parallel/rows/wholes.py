@@ -12,7 +12,7 @@ from functools import wraps
 from typing import Any, ParamSpec, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows import lanes
@@ -282,6 +282,23 @@ class Wholes(Follower):
         if dim is not None and own.is_floating_point() and not own.requires_grad:
             return self._begun(own, whole, dim, source)
         return Twins(own, whole, dim, unscaled, source)
+
+    @_looks_on
+    def called(self, part: nn.Module, args: tuple, output: Any) -> None:
+        """A program has called a norm or a linear of the model's, which works by row, on rows."""
+        x: Any = args[0] if args else None
+        results = [y for y in pytree.tree_leaves(output) if isinstance(y, Tensor)]
+        if not has_twins(x) or not results or hasattr(results[0], "twins"):
+            return
+        weights = dict(part._parameters)
+        try:
+            # whose gradients are none of this
+            part._parameters.update({n: p.detach() for n, p in weights.items() if p is not None})  # type: ignore[misc]
+            made = [part.forward(getattr(x.twins, lane), *args[1:]) for lane in ("own", "whole")]
+        finally:
+            part._parameters.update(weights)
+        own, whole = (pytree.tree_leaves(y)[0] for y in made)
+        self.keep(results[0], Twins(own, whole, source=x.twins.source))
 
     @_looks_on
     @torch.no_grad()

@@ -31,6 +31,7 @@ from core.data_parallel.buffers.operations import (
     one_norm_per_tensor,
     only_scalars_beside,
 )
+from core.data_parallel.buffers.told_sizes import ToldSizes
 from core.data_parallel.buffers.units import Unit
 from core.parallel_state.collectives import all_gather, all_reduce
 from core.parallel_state.environment import reading_waits
@@ -181,7 +182,7 @@ class ParameterSlot:
         return self.fetched
 
 
-class BucketGradient(Tensor):
+class BucketGradient(ToldSizes):
     """`p.grad` of one parameter; see the module.
 
     Raises RuntimeError: its values asked for inside of a backward, or after the optimizer has used them up.
@@ -251,9 +252,13 @@ class BucketGradient(Tensor):
         self.slot.request_values()
         meet([self.slot], function)
         full = self.slot.full_gradient()
-        if self.slot.listener is not None:
-            self.slot.listener(getattr(Tensor, function), full)
+        self.hear(function, full)
         return full
+
+    def hear(self, function: str, result: Any) -> None:
+        slot = self._slot()
+        if slot is not None and slot.listener is not None:
+            slot.listener(getattr(Tensor, function), result)
 
     def __repr__(self) -> str:
         slot = self._slot()

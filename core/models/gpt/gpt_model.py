@@ -222,7 +222,7 @@ class GPTModel(ModelWeights):
 
     def _follow_output(self, output: Tensor, *, is_loss: bool) -> None:
         """After a forward: what a program does with its output and, until the next one, by hand."""
-        self._row_sums.end_look()
+        self._row_sums.end_look(self)
         self._own_parts.detach()
         # an executor sums over the ranks by itself; in a loop of the user's own, mistakes are looked for
         rows_dim, holds_all_layers = int(self.post_process), self.parallel.size("pp") == 1

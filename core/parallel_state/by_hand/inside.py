@@ -9,6 +9,9 @@ from torch import Tensor
 from core.parallel_state.by_hand.functions import called_by_program
 from core.parallel_state.by_hand.heard import Heard
 
+# whose frames lie between
+_BUCKETS = "core.data_parallel.buffers."
+
 
 class HearsInside(Protocol):
     """Who is told."""
@@ -37,8 +40,7 @@ def called_inside(
     """
     listener = reference()
     frame = sys._getframe(1)
-    within = frame.f_globals
-    while frame is not None and frame.f_globals is within:
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_BUCKETS):
         frame = frame.f_back  # type: ignore[assignment]
     if listener is None or not listener.is_open or not called_by_program(frame):
         return

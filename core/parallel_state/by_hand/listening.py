@@ -330,7 +330,7 @@ class ByHand:
         if norm_of is not None:
             self._report(replace(source, kind=WHOLE_NORM, name=name, joined=norm_of > 1))
         elif (kind := kind_of_call(name, result)) is not None:
-            self._report(replace(source, kind=kind, name=name))
+            (self._hear if kind == "shape" else self._report)(replace(source, kind=kind, name=name))
         else:
             # the program's own tensors are plain
             is_first = hasattr(args[0][0] if isinstance(args[0], list) else args[0], "slot")
