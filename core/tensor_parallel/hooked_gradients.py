@@ -16,7 +16,7 @@ from core.tensor_parallel.split_activations import SplitActivations
 
 # of gradients of a module's input, and of its output: the dims that tensor ranks split, by how many dims there are
 _Dims = dict[int, int]
-_COLUMNS: _Dims = {3: 2, 4: 2}  # [s, b, h/tp], or heads [s, b, n/tp, d]
+_COLUMNS: _Dims = {3: 2, 4: 1}  # [s, b, h/tp], or heads [b, n/tp, s, d]
 _ROWS: _Dims = {2: 0, 3: 0, 4: 0}
 _WHOLE: _Dims = {}
 

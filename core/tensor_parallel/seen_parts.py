@@ -174,10 +174,10 @@ class HookedParts:
             self._mark(output)
 
     def _mark(self, values: Any) -> None:
-        """[s, b, h/tp], or heads [s, b, n/tp, d]."""
+        """[s, b, h/tp], or heads [b, n/tp, s, d]."""
         for x in values if isinstance(values, tuple) else (values,):
             if isinstance(x, Tensor) and x.dim() in (3, 4) and x.is_floating_point():
-                self._activations.mark(x, split_axes.of_dims(x.shape, {2}))
+                self._activations.mark(x, split_axes.of_dims(x.shape, {1 if x.dim() == 4 else 2}))
 
 
 def _nothing(part: nn.Module, *values: Any) -> None:

@@ -163,6 +163,10 @@ def of_continuation(logits, labels):
     return (logp.sum((1, 2)) - 1).tolist()
 
 
+def added_up(logits, labels):
+    return sum(logits.flatten().tolist())
+
+
 def saved(logits, labels):
     torch.save((logits.argmax(-1) == labels).sum(1), io.BytesIO())
 
@@ -206,6 +210,47 @@ def filled(h, v):
     return h
 
 
+def exits_early(of_scores):
+    """A logit lens: the model's own norm and output layer on hidden states of a layer within."""
+
+    def loss_of(program):
+        model, kept = program.model, []
+        handle = model.decoder.layers[0].register_forward_hook(lambda module, args, h: kept.append(h))
+        loss = program.losses().mean()
+        handle.remove()
+        hidden = model.decoder.final_layernorm(kept[0])
+        return loss + of_scores(program, hidden.transpose(0, 1))
+
+    return loss_of
+
+
+def masked_energy(program, hidden):
+    return (hidden.pow(2).mean(-1) * program.mask).sum() / program.mask.sum()
+
+
+def salient(program):
+    """How much the scores depend on the embeddings, for a log."""
+    kept = []
+    handle = program.model.embedding.register_forward_hook(lambda module, args, h: kept.append(h))
+    scores = program.logits().logsumexp(-1).mean()
+    handle.remove()
+    (torch.autograd.grad(scores, kept[0])[0] * kept[0]).sum().item()
+    return program.losses().mean()
+
+
+def between_linears(change):
+    """Columns that tensor ranks split, on context ranks as well."""
+
+    def loss_of(program):
+        part = program.model.decoder.layers[0].mlp.linear_fc2
+        handle = part.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
+        loss = program.losses().mean()
+        handle.remove()
+        return loss
+
+    return loss_of
+
+
 def cut_weights(program, losses):
     weights = torch.rand(2, 16, generator=torch.Generator().manual_seed(program.step)).double()
     return (losses * ContextRows.of_state(program.ps).of(weights, 1)).mean()
@@ -247,6 +292,20 @@ CASES = [
     ),
     told("`logp[:, 9:].sum()` of a continuation under no_grad, read", evaluated(of_continuation), READ),
     told("counts of sequences under no_grad, in a file", evaluated(saved), "over rows which are this context rank's"),
+    told("an early exit, a masked mean of the model's own norm", exits_early(masked_energy)),
+    right("an early exit, a mean over rows", exits_early(lambda p, h: h.pow(2).mean())),
+    told("`(autograd.grad(scores, hidden)[0] * hidden).sum()`, read", salient, "of gradients of rows which are this"),
+    told(
+        "`sum(losses.flatten().tolist())` under no_grad",
+        evaluated(added_up),
+        "values of rows",
+    ),
+    Case(
+        "a hook between linears, `x - x.mean(-1)`",
+        by(between_linears(lambda x: x - x.mean(-1, keepdim=True))),
+        remedy="`gather_from_tensor_region` before",
+        elsewhere={"2 tensor x 2 context ranks": ("told", "this tensor rank's columns")},
+    ),
     right("a mean of torch's, and one by all ranks' tokens", counted),
     right("the same, `squares *= ranks`", counted_in_place),
     right("`losses.sum() * world_size / n.item()`, n of the world", by_the_world),

@@ -334,7 +334,7 @@ CASES = [
         "heads over the deviation of all, in a forward hook on the attention",
         in_forward(
             "decoder.layers.0.self_attention.core_attention",
-            lambda part, y: y / y.flatten(2).std(-1)[..., None, None],
+            lambda part, y: y / y.transpose(1, 2).flatten(2).std(-1)[:, None, :, None],
         ),
         "`gather_from_tensor_region`",
         "gather_from_tensor_region|forward hook",

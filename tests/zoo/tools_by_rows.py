@@ -1,12 +1,14 @@
 """Rows of a split weight that a penalty takes by number, by functions which a table may not know."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from core.parallel_state import layout_of
 from tests.models.gpt import VOCAB
 from tests.zoo.case import Case
-from tests.zoo.split_model import gradients, loss_of, only_split, weights
+from tests.zoo.split_model import SEQUENCE, gradients, loss_of, only_split, train, weights
+from tests.zoo.tools_by_hand import in_buckets
 
 FULL = "`core.tensor_parallel.full_tensor(weight)`"
 
@@ -44,7 +46,73 @@ def halved(model):
         model.embedding.word_embeddings.weight.chunk(2, dim=1)[0].mul_(0.5)
 
 
+def ablated(model):
+    """A hook that leaves out the first columns of what a row linear is given: a head, it seems."""
+
+    def masked(module, args):
+        mask = torch.ones(args[0].shape[-1]).to(args[0])
+        mask[:4] = 0
+        return args[0] * mask, *args[1:]
+
+    model.decoder.layers["0"].self_attention.linear_proj.register_forward_pre_hook(masked)
+    train(model)
+
+
+def without_a_head(model):
+    def ablate(module, args, heads):
+        heads = heads.clone()
+        heads[:, 0] = 0
+        return heads
+
+    model.decoder.layers["0"].self_attention.core_attention.register_forward_hook(ablate)
+    train(model)
+
+
+def without_a_position(model):
+    def ablate(module, args, heads):
+        heads = heads.clone()
+        heads[:, :, 0] = 0
+        return heads
+
+    model.decoder.layers["0"].self_attention.core_attention.register_forward_hook(ablate)
+    train(model)
+
+
+def noisy(shape_of):
+    """Noise on gradients, drawn by their shapes."""
+
+    def look(model):
+        draws = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.grad.add_(torch.randn(shape_of(p.grad), generator=draws, dtype=torch.float64), alpha=1e-2)
+
+    return in_buckets(look)
+
+
+def normed(model):
+    for p in model.parameters():
+        p.grad.mul_(min(1.0, 0.1 / float(np.linalg.norm(p.grad.numpy()))))
+
+
+def by_parts(what, run, says):
+    return Case(what, run, remedy=FULL, elsewhere=only_split("told", says))
+
+
 CASES = [
+    by_parts("A hook, columns times a mask that leaves some out", weights(ablated), "tensor rank's|a forward hook"),
+    by_parts(
+        "A hook on `core_attention`, `heads[:, 0] = 0`", weights(without_a_head), "tensor rank's|a forward hook"
+    ),
+    Case(
+        "A hook on `core_attention`, `heads[:, :, 0] = 0`: a position",
+        weights(without_a_position),
+        remedy="a general word under sequence parallelism",
+        elsewhere={SEQUENCE: ("told", "a forward hook on")},
+    ),
+    by_parts("`p.grad += randn(p.grad.shape)` in a DataParallel", noisy(lambda g: g.shape), "shape by hand sees"),
+    by_parts("`p.grad += randn(p.grad.size())` in a DataParallel", noisy(lambda g: g.size()), "size by hand sees"),
+    by_parts("`np.linalg.norm(p.grad.numpy())` in a DataParallel", in_buckets(normed), "numpy by hand sees"),
     refused("`one_hot @ weight`", of_all_words, "this rank's part of.*full_tensor"),
     refused(
         "`F.embedding(ids, weight)` with ids of other ranks",

@@ -1,7 +1,9 @@
 """The base of those who know what some functions make of rows."""
 
+from dataclasses import replace
 from typing import Any
 
+from core.context_parallel.rows.gradients import GradientRows
 from core.context_parallel.rows.wholes import Wholes
 from core.parallel_state.by_hand.split_tensor import Call, Follower
 
@@ -15,4 +17,9 @@ class FollowsRows(Follower):
         return self.wholes.sizes(args, kwargs, result)
 
     def hear(self, call: Call) -> None:
-        self.wholes.heard(call, self.follow)
+        # `hidden.grad * hidden`: a gradient's
+        gradients = [x for x in call.inputs if isinstance(x.seen_by(), GradientRows)]
+        if gradients:
+            gradients[0].seen_by().follow(replace(call, inputs=gradients))  # type: ignore[union-attr]
+        else:
+            self.wholes.heard(call, self.follow)

@@ -34,11 +34,13 @@ class HookedRows:
         shares: Collection[int],
         follow: Callable[[Tensor], None],
         check: Callable[[Tensor, str, Tensor | None], None],
+        width: int | None = None,
     ) -> None:
         """Call `follow` with the [rows, b, h] that hooks in `model` will be given; nothing where a part is compiled.
 
         shares: how many rows there may be; sequence parallelism cuts them once more. check: is called with what the
         hooks return, the name of their part, and what they were given where that is another, or was written into.
+        width: h, where others follow columns [rows, b, h/tp].
         """
         self.detach()
         if is_compiled(model):
@@ -51,7 +53,7 @@ class HookedRows:
         def mark(name: str, part: nn.Module, *arguments: Any) -> None:
             for x in pytree.tree_leaves(arguments[-1]):
                 is_hidden = type(x) is Tensor and x.is_floating_point() and x.dim() == 3
-                if is_hidden and len(x) in shares:
+                if is_hidden and len(x) in shares and width in (None, x.shape[2]):
                     follow(x)
                 if isinstance(x, SplitTensor):
                     given[name] = x, _version(x)
@@ -81,18 +83,21 @@ class HookedRows:
         self,
         model: nn.Module,
         called: Callable[[nn.Module, tuple, Any], None],
+        returned: Callable[[nn.Module, tuple, Any], None],
         *,
         are_split: bool,
     ) -> None:
-        """After a forward: let `called` see what a program calls the model's norms and linears on, until `detach`.
+        """After a forward: let these see what a program calls the model's norms and linears on, until `detach`.
 
-        A logit lens, an early exit. are_split: tensor ranks split linears, which are left out.
+        A logit lens, an early exit. called: while weights are here; returned: what the program gets. are_split:
+        tensor ranks split linears, which are left out.
         """
         for part in model.modules():
             weights = [*part._parameters.values()]
             is_leaf = weights and not part._modules and type(part).__module__.startswith("core.")
             if is_leaf and not (are_split and any(map(_is_split, weights))):
-                self._handles.append(part.register_forward_hook(called))
+                self._handles.append(part.register_forward_hook(called, prepend=True))
+                self._handles.append(part.register_forward_hook(returned))
 
     @staticmethod
     def has_hooks(model: nn.Module) -> bool:

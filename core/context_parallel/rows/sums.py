@@ -211,7 +211,13 @@ class RowSums:
                 self.wholes.add(hidden, whole, 0)
 
         if self._inside.are_hooks_alike(model, self.group):
-            self._inside.attach(model, shares, follow, self._check_hook)
+            width = self._width(model) if is_repeated(self._forwards_inside) else None
+            self._inside.attach(model, shares, follow, self._check_hook, width)
+
+    def _width(self, model: nn.Module) -> int | None:
+        """Of hidden states, in forwards after the first in which columns that tensor ranks split have their turn."""
+        is_split = self._ps.size("tp") > 1 and self._forwards_inside > 1
+        return getattr(getattr(model, "config", None), "hidden_size", None) if is_split else None
 
     def _check_hook(self, x: Tensor, name: str, changed: Tensor | None) -> None:
         """Hooks on the part `name` returned `x`; changed: what they were given, if that is not what they return."""
@@ -267,7 +273,8 @@ class RowSums:
         self._inside.detach()
         if self.repeats and self.group is not None and self._inside.has_hooks(model):
             are_split = self._ps.size("tp") > 1
-            self._inside.listen_to_parts(model, self.wholes.called, are_split=are_split)
+            seen = self.wholes.called, self.wholes.returned_by
+            self._inside.listen_to_parts(model, *seen, are_split=are_split)
 
     def mark_gathered(self, logits: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
         """[b, s/cp, v], gathered from tensor ranks' parts, which is followed as the output of that forward."""

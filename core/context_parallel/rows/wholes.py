@@ -86,6 +86,8 @@ class Wholes(Follower):
         self._names: list[str] = []
         # what is to be said of a hook, once others have said what they know
         self._of_hook = ""
+        # of what a part of the model's is about to return to the program
+        self._of_part: Twins | None = None
         # what `loss_fn` returned to an executor
         self.loss: Tensor | None = None
         self._kept: list[weakref.ref[Tensor]] = []
@@ -298,7 +300,14 @@ class Wholes(Follower):
         finally:
             part._parameters.update(weights)
         own, whole = (pytree.tree_leaves(y)[0] for y in made)
-        self.keep(results[0], Twins(own, whole, source=x.twins.source))
+        self._of_part = Twins(own, whole, source=x.twins.source)
+
+    @_looks_on
+    def returned_by(self, part: nn.Module, args: tuple, output: Any) -> None:
+        """What the program gets of that call, which other hooks may have wrapped."""
+        twins, self._of_part = self._of_part, None
+        if twins is not None:
+            self.keep(next(y for y in pytree.tree_leaves(output) if isinstance(y, Tensor)), twins)
 
     @_looks_on
     @torch.no_grad()
