@@ -97,4 +97,4 @@ def second_gradient():
 
 
 def test_an_error_of_torchs_is_torchs(ranks):
-    assert all(seen.startswith("RuntimeError: Trying to backward") for seen in ranks(second_gradient, world=2))
+    assert all(seen.startswith("RuntimeError: ") for seen in ranks(second_gradient, world=2))

@@ -21,12 +21,36 @@ from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.layout import layout_of
 
 
+class Listener:
+    """A hook of ours between forwards; copies of the model, and files, have one that does nothing."""
+
+    def __init__(self, call: Callable[[nn.Module, tuple, Any], None] | None) -> None:
+        self._call = call
+
+    def __call__(self, part: nn.Module, args: tuple, output: Any) -> None:
+        if self._call is not None:
+            self._call(part, args, output)
+
+    def __deepcopy__(self, memo: dict) -> "Listener":
+        return Listener(None)
+
+    def __reduce__(self) -> Any:
+        return Listener, (None,)
+
+    @property
+    def listens(self) -> bool:
+        """Whether it is no copy."""
+        return self._call is not None
+
+
 class HookedRows:
     """Hooks of ours before the program's, for one forward."""
 
     def __init__(self, gradients: GradientRows) -> None:
         self._handles: list[Any] = []
         self.gradients = gradients
+        # whether some rank had hooks of the program's when they were compared last
+        self._has_any = False
 
     def attach(
         self,
@@ -96,8 +120,8 @@ class HookedRows:
             weights = [*part._parameters.values()]
             is_leaf = weights and not part._modules and type(part).__module__.startswith("core.")
             if is_leaf and not (are_split and any(map(_is_split, weights))):
-                self._handles.append(part.register_forward_hook(called, prepend=True))
-                self._handles.append(part.register_forward_hook(returned))
+                self._handles.append(part.register_forward_hook(Listener(called), prepend=True))
+                self._handles.append(part.register_forward_hook(Listener(returned)))
 
     @staticmethod
     def has_hooks(model: nn.Module) -> bool:
@@ -109,8 +133,13 @@ class HookedRows:
             for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
         )
 
-    def are_hooks_alike(self, model: nn.Module, group: Group) -> bool:
-        """Whether those of the program's are on the same parts on all ranks, not for a log on one. All-gather."""
+    def are_hooks_alike(self, model: nn.Module, group: Group, *, looks_again: bool) -> bool:
+        """Whether those of the program's are on the same parts on all ranks, not for a log on one. All-gather.
+
+        looks_again: also where no rank had any the last time; without it nothing is sent then.
+        """
+        if not (looks_again or self._has_any):
+            return False
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         names = [
             f"{name}.{kind}.{sum(map(is_foreign, getattr(part, kind).values()))}"
@@ -120,7 +149,9 @@ class HookedRows:
         ]
         device = next(model.parameters()).device
         number = torch.tensor([crc32(" ".join(names).encode())], device=device)
-        return len(set(all_gather(number, group).tolist())) == 1
+        numbers = set(all_gather(number, group).tolist())
+        self._has_any = numbers != {crc32(b"")}
+        return len(numbers) == 1
 
     def _listen_backward(self, part: nn.Module, shares: Collection[int]) -> None:
         """Around the program's hooks that get gradients: torch keeps the hooks of a forward for its backward."""

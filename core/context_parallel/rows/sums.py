@@ -210,7 +210,7 @@ class RowSums:
             if whole is not None:
                 self.wholes.add(hidden, whole, 0)
 
-        if self._inside.are_hooks_alike(model, self.group):
+        if self._inside.are_hooks_alike(model, self.group, looks_again=self.repeats):
             width = self._width(model) if is_repeated(self._forwards_inside) else None
             self._inside.attach(model, shares, follow, self._check_hook, width)
 
@@ -246,7 +246,7 @@ class RowSums:
         self.repeats = is_repeated(self._forwards_without)
         if self.repeats:
             assert self.group is not None
-            self.repeats = self._inside.are_hooks_alike(model, self.group)
+            self.repeats = self._inside.are_hooks_alike(model, self.group, looks_again=True)
             self.wholes.begin()
         if not has_hooks:
             return
