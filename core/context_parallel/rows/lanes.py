@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows.twins import has_twins, index_of_all
@@ -37,6 +38,11 @@ def is_repeatable(call: Call) -> bool:
 def is_scaled(call: Call, ranks: int) -> bool:
     """Whether a number of ranks multiplies: one process, which averages nothing, leaves it out."""
     return "mul" in call.name and any(type(x) in (int, float) and x == ranks for x in call.args)
+
+
+def fills_a_mask(call: Call) -> bool:
+    """`x[mask] = values`: as many as this rank has places."""
+    return call.name == "setitem" and isinstance(call.args[2], Tensor) and call.args[2].dim() > 1
 
 
 def run_in(lane: str, call: Call, ranks: int) -> Any:

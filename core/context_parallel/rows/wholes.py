@@ -266,7 +266,7 @@ class Wholes(Follower):
             whole = lanes.run_in("whole", call, self._rows.size)
         except Exception:
             # of what has other sizes
-            return call.name if is_of_rows or _fills_a_mask(call) else None
+            return call.name if is_of_rows or lanes.fills_a_mask(call) else None
         if kind_of(call.name) not in ("element", "fact", "view") and call.name not in self._names:
             self._names.append(call.name)
         found = map(pytree.tree_leaves, (call.result, own, whole, unscaled if is_unlike else whole))
@@ -295,7 +295,7 @@ class Wholes(Follower):
         weights = dict(part._parameters)
         try:
             # whose gradients are none of this
-            part._parameters.update({n: p.detach() for n, p in weights.items() if p is not None})  # type: ignore[misc]
+            part._parameters.update({n: _kept(p) for n, p in weights.items() if p is not None})  # type: ignore[misc]
             made = [part.forward(getattr(x.twins, lane), *args[1:]) for lane in ("own", "whole")]
         finally:
             part._parameters.update(weights)
@@ -394,6 +394,6 @@ def _part_unscaled(x: Any) -> bool:
     return True
 
 
-def _fills_a_mask(call: Call) -> bool:
-    """`x[mask] = values`: as many as this rank has places."""
-    return call.name == "setitem" and isinstance(call.args[2], Tensor) and call.args[2].dim() > 1
+def _kept(weight: nn.Parameter) -> Tensor:
+    """Its values, also once ZeRO stage 3 has freed them."""
+    return weight.detach() if type(weight) is nn.Parameter else weight.detach().clone()
