@@ -10,7 +10,7 @@ where its rows are summed; in backward these sums' gradients are compared.
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from core.context_parallel.rows.wholes import Wholes, is_repeated
 from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.batches import HOOKED, follow_batches
 from core.parallel_state.by_hand.split_tensor import SplitTensor, is_turn
+from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.context import ContextRows
 from core.parallel_state.state import ParallelState
 
@@ -276,14 +277,14 @@ class RowSums:
             seen = self.wholes.called, self.wholes.returned_by
             self._inside.listen_to_parts(model, *seen, are_split=are_split)
 
-    def mark_gathered(self, logits: Tensor, gather: Callable[[Tensor], Tensor]) -> Tensor:
-        """[b, s/cp, v], gathered from tensor ranks' parts, which is followed as the output of that forward."""
-        gathered = gather(logits)
-        if self._parts is not None and self._parts[0]() is logits:
-            with torch.no_grad():
-                whole = gather(self._parts[1])
-        else:
-            whole = None
+    def mark_gathered(self, gathered: Tensor, logits: Tensor, group: Group | None) -> None:
+        """[b, s/cp, v], of the parts `logits` of tensor ranks, is followed as the output of that forward."""
+        if self.group is None:
+            return
+        whole = None
+        if group is not None and self._parts is not None and self._parts[0]() is logits:
+            of_ranks = all_gather(self._parts[1][None].contiguous(), group)
+            whole = torch.cat(of_ranks.unbind(0), -1)[..., : gathered.shape[-1]]
         sums = self._latest() if self._latest is not None else None
         if sums is not None and gathered.requires_grad != sums.is_evaluation:
             sums.mark(gathered, axes_of_rows(gathered))
@@ -293,7 +294,6 @@ class RowSums:
             self.wholes.add(gathered, whole, 1)
         elif has_twins(logits):
             self.wholes.keep(gathered, logits.twins)  # type: ignore[attr-defined]
-        return gathered
 
     def tell(self, what: str, remedy: str = _REMEDY) -> None:
         """Warn of `what` with the remedy, once for this model."""

@@ -323,9 +323,9 @@ class GPTModel(ModelWeights):
 
     def gather_logits(self, logits: Tensor) -> Tensor:
         """[b, s, v_padded/tp] -> [b, s, v] on every tensor rank, exactly the vocabulary. All-gather over tp."""
-        return self._row_sums.mark_gathered(
-            logits, lambda x: gather_from_tensor_region(x, self.place.group)[..., : self.vocab_size]
-        )
+        gathered = gather_from_tensor_region(logits, self.place.group)[..., : self.vocab_size]
+        self._row_sums.mark_gathered(gathered, logits, self.place.group)
+        return gathered
 
     def _check(
         self,
