@@ -30,7 +30,6 @@ from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.batches import HOOKED, follow_batches
 from core.parallel_state.by_hand.split_tensor import SplitTensor, is_turn
 from core.parallel_state.collectives import Group, all_gather
-from core.parallel_state.context import ContextRows
 from core.parallel_state.state import ParallelState
 
 _REMEDY = (
@@ -77,7 +76,7 @@ class RowSums:
         self._as_written = AsWritten()
         self._inside = HookedRows(self.gradients)
         self._latest: weakref.ref[Sums] | None = None
-        self.wholes = Wholes(ContextRows.of_state(ps), self)
+        self.wholes = Wholes(ps, self)
         self.repeats = False
         self.batch = BatchRows(self)
         if self.group is not None:

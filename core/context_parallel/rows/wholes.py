@@ -28,11 +28,12 @@ from core.context_parallel.rows.twins import (
     known_size,
     misfit_of,
 )
+from core.context_parallel.whole import gather_from_context_region
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.split_names import kind_of
 from core.parallel_state.by_hand.split_tensor import REPEATED, Call, Follower, SplitTensor
-from core.parallel_state.collectives import all_gather
 from core.parallel_state.context import ContextRows
+from core.parallel_state.state import ParallelState
 
 _P = ParamSpec("_P")
 # elements of whole sequences, at most: a larger output is not repeated
@@ -77,9 +78,10 @@ class _Teller(Protocol):
 class Wholes(Follower):
     """Of one model."""
 
-    def __init__(self, rows: ContextRows, owner: _Teller) -> None:
+    def __init__(self, ps: ParallelState, owner: _Teller) -> None:
         super().__init__()
-        self._rows = rows
+        self._ps = ps
+        self._rows = ContextRows.of_state(ps)
         self._owner = owner
         self._leaves: list[Leaf] = []
         # functions that are not known to be by row, since the forward began
@@ -112,21 +114,10 @@ class Wholes(Follower):
 
     def gathered(self, x: Tensor, dim: int) -> Tensor | None:
         """Whole sequences of rows [.., s/cp, ..]; None where they are too large. All-gather over cp."""
-        group = self._rows.group
-        assert group is not None
-        if x.numel() * group.size > _LARGEST:
+        if x.numel() * self._rows.size > _LARGEST:
             return None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            first = x.detach().as_subclass(Tensor).movedim(dim, 0).contiguous()
-            of_ranks = all_gather(first, group)
-            whole = torch.empty_like(of_ranks)
-            whole[self._order(len(of_ranks)).to(x.device)] = of_ranks
-            return whole.movedim(0, dim)
-
-    def _order(self, s: int) -> Tensor:
-        """The places, in their sequence, of the rows of all ranks, one rank's after the other's."""
-        size = self._rows.size
-        return torch.cat([replace(self._rows, rank=rank).rows(s) for rank in range(size)])
+            return gather_from_context_region(x.detach().as_subclass(Tensor), self._ps, dim)
 
     def add(self, x: Tensor, whole: Tensor, dim: int | None) -> None:
         """`x`, rows of `whole`, is about to be given to the program; dim: where its gradient is looked at."""
