@@ -20,6 +20,7 @@ from core.parallel_state import layout_of
 from core.parallel_state.by_hand import ByHand, Heard, called_by_core
 from core.parallel_state.collectives import Group
 from core.parallel_state.spread import SpreadModule
+from core.tensor_parallel.chosen_by_class import names_class_of_torch
 from core.tensor_parallel.looked_at import LookedAt
 from core.tensor_parallel.seen_parts import SplitWeights
 from core.tensor_parallel.split_activations import SplitActivations
@@ -168,8 +169,8 @@ class PlacedModule(SpreadModule):
         """As torch's. Warns of initial values that `fn` has for torch's class alone: `isinstance(m, nn.Linear)`."""
         before = [p._version for p in self.parameters()]
         super().apply(fn)
-        names = getattr(getattr(fn, "__func__", fn), "__code__", _NO_CODE).co_names
-        is_chosen = self.stands_for in names and type(self).__name__ not in names
+        code = getattr(getattr(fn, "__func__", fn), "__code__", _NO_CODE)
+        is_chosen = names_class_of_torch(code, self.stands_for, type(self).__name__)
         if is_chosen and before == [p._version for p in self.parameters()]:
             warnings.warn(
                 f"model.apply(fn): fn names nn.{self.stands_for}, which a {type(self).__name__} is not, and left its "

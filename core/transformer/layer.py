@@ -3,7 +3,7 @@
 import re
 import sys
 import warnings
-from collections.abc import Mapping, ValuesView
+from collections.abc import Iterator, Mapping, ValuesView
 from dataclasses import replace
 from typing import Any
 
@@ -92,12 +92,16 @@ class SandwichNormLayer(TransformerLayer):
         return x + self.mlp_dropout(self.post_mlp_layernorm(y))
 
 
+_COUNTED = re.compile(r"\blen\(")
 # the place of a layer among those of a stage
+_TAKEN = "layers are taken, or counted, by their place in this stage"
 _BY_PLACE = re.compile(r"\benumerate\(|\bzip\(|\bnext\(|[\])]\s*\[")
 
 
 class Layers(nn.ModuleDict):
-    """By their global numbers, as a string or as a number: `layers["7"]`, `layers[7]`; `values()` are the layers.
+    """By their global numbers, as a string or as a number: `layers["7"]`, `layers[7]`, `layers[-1]`, `layers[:4]`.
+
+    A loop over it, and `values()`, give the layers, as a list's; `items()` their names beside.
 
     A stage has some of `num_layers`, and a program that counts them, or takes them by their place, is told so, once.
     """
@@ -109,40 +113,52 @@ class Layers(nn.ModuleDict):
         self.are_all = len(layers) == num_layers
         self._told = False
 
-    def __getitem__(self, key: str | int) -> nn.Module:
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if isinstance(key, slice):
+            return [self[number] for number in self._numbers()[key]]
+        if isinstance(key, int) and key < 0:
+            numbers = self._numbers()
+            key = numbers[key] if -key <= len(numbers) else key
         if str(key) not in self:
             raise KeyError(f"layer {key}: {self._share()}")
         return super().__getitem__(str(key))
 
+    def _numbers(self) -> list[str]:
+        """Of all layers of the model, in their order."""
+        if self.are_all:
+            return [*self._modules]
+        return [str(number) for number in range(self.num_layers)]
+
     def __len__(self) -> int:
-        frame = sys._getframe(1)
         # `list(layers)` asks for its length as well
-        if self._is_stage() and called_by_program(frame) and "len(" in line_of_program(frame):
-            self._tell("len(layers) is the number of this stage's")
+        self._look_for(_COUNTED, "len(layers) is the number of this stage's", sys._getframe(1))
         return super().__len__()
 
     def values(self) -> ValuesView[nn.Module]:
         """The layers, as a dict's."""
-        frame = sys._getframe(1)
-        is_asked = self._is_stage() and called_by_program(frame)
-        if is_asked and _BY_PLACE.search(line_of_program(frame)):
-            self._tell("layers are taken, or counted, by their place in this stage")
+        self._look_for(_BY_PLACE, _TAKEN, sys._getframe(1))
         return super().values()
 
-    def _is_stage(self) -> bool:
-        return not self._told and not self.are_all
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Over the layers, as a list's: `for layer in model.decoder.layers`."""
+        self._look_for(_BY_PLACE, _TAKEN, sys._getframe(1))
+        return iter(super().values())
+
+    def _look_for(self, use: re.Pattern[str], says: str, frame: Any) -> None:
+        """Tell of what the program's line does with a stage's layers."""
+        if self._told or self.are_all or not called_by_program(frame):
+            return
+        if use.search(line_of_program(frame)):
+            self._told = True
+            warnings.warn(
+                f"{says}; {self._share()}. The names are the layers' numbers in the whole model, `for number, layer "
+                "in layers.items()`; config.num_layers is how many there are",
+                stacklevel=3,
+            )
 
     def _share(self) -> str:
         numbers = [*self._modules]
         return f"this stage has {f'{numbers[0]} to {numbers[-1]}' if numbers else 'none'} of {self.num_layers} layers"
-
-    def _tell(self, what: str) -> None:
-        self._told = True
-        warnings.warn(
-            f"{what}; {self._share()}. The names are the layers' numbers in the whole model, `for number, layer in "
-            "layers.items()`; config.num_layers is how many there are",
-            stacklevel=3,
-        )
 
 
 def _refuse_names_of_both_kinds(build: Build, layers: Layers) -> None:

@@ -39,7 +39,7 @@ _WHOLE_OF_TENSOR = (
     "[place.rank] after it this rank's, or build the model with sequence_parallel=False"
 )
 _REMEDIES = {
-    "reduction": "; a sum may go through torch.distributed.nn.functional.all_reduce(sum, group=...)",
+    "reduction": "; a sum may go through torch.distributed._functional_collectives.all_reduce(x, 'sum', group)",
     "size": "; take the length of all, `x.shape[0] * {ranks}`, or a number of the module's",
     "draw": "; or give each rank a generator of its own: seeded alike they draw the same for other rows",
     "factors": "; or make it for whole sequences and cut it as y",

@@ -306,7 +306,7 @@ def test_what_counts_otherwise_than_on_one_process_is_told(ranks, job):
         for name, messages in found.items():
             assert len(messages) == 1, (name, messages)
             assert "which are this context rank's" in messages[0] or "counts otherwise" in messages[0], name
-            assert "all_reduce(n, group=" in messages[0] and "functional.all_reduce(x" in messages[0]
+            assert "all_reduce(n, group=" in messages[0] and "_functional_collectives.all_reduce(x" in messages[0]
 
 
 @pytest.mark.parametrize("mask", [UNEQUAL, EQUAL])

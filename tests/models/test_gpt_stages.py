@@ -82,7 +82,7 @@ def test_a_half_has_global_names_and_nothing_of_the_other(tied):
 
 def pipeline_share():
     model = gpt(facts={"num_layers": 3}, parallel=state(pp=2), tied=True)
-    return model.pre_process, model.post_process, list(model.decoder.layers), model.num_parameters()
+    return model.pre_process, model.post_process, list(model.decoder.layers.keys()), model.num_parameters()
 
 
 def test_the_pipeline_rank_says_which_part(ranks):
@@ -106,6 +106,9 @@ USES = {
     "enumerate": lambda layers: [i for i, layer in enumerate(layers.values())],
     "first": lambda layers: list(layers.values())[0],  # noqa: RUF015
     "list": lambda layers: list(layers),
+    "enumerated in a loop": lambda layers: [i for i, layer in enumerate(layers)],
+    "with others": lambda layers: [*zip(layers, range(9))],  # noqa: B905
+    "loop": lambda layers: [layer.eval() for layer in layers],
     "all": lambda layers: [layer.eval() for layer in layers.values()],
     "by number": lambda layers: {int(number): layer for number, layer in layers.items()},
     "modules": lambda layers: layers.to(torch.float64),
@@ -115,7 +118,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_layers_that_are_taken_by_their_place_in_a_stage_are_told(ranks, use):
     """A decay by depth, an initial value by depth, the first layer frozen: on each stage they would begin again."""
-    by_place = use in ("len", "enumerate", "first")
+    by_place = use in ("len", "enumerate", "enumerated in a loop", "with others", "first")
     for rank, messages in enumerate(ranks(said_of_layers, use, world=2)):
         assert len(messages) == by_place
         if by_place:
@@ -128,5 +131,9 @@ def test_layers_of_a_whole_model_are_as_many_as_it_has(single):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(layers) == 2 and [i for i, _ in enumerate(layers.values())] == [0, 1]
-    with pytest.raises(KeyError, match="layer 7: this stage has 0 to 1 of 2 layers"):
-        layers[7]
+        assert [*layers] == [*layers.values()] == [layers[0], layers[-1]] == layers[:2] and layers[1:] == [
+            layers["1"]
+        ]
+    for absent in (7, -3):
+        with pytest.raises(KeyError, match=f"layer {absent}: this stage has 0 to 1 of 2 layers"):
+            layers[absent]

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from core.models.gpt.their_methods import ELSEWHERE
 from core.models.huggingface import load_huggingface, save_huggingface
 from core.models.lora import LoraConfig, apply_lora, merge_lora
 from core.parallel_state import ParallelState
+from core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from core.training import RunConfig, initialize
 from core.training.generate import generate
 
@@ -83,3 +85,46 @@ def test_a_class_of_theirs_is_answered_where_it_is_imported(name):
     with pytest.raises(ImportError, match=f"core.training has no {name}"):
         getattr(training, name)
     assert name not in dir(training) and importlib.import_module("core.training") is training
+
+
+def decays(model):
+    chosen, weights = [], (torch.nn.Linear,)
+    for _, module in model.named_modules():
+        if isinstance(module, weights):
+            chosen += module.parameters(recurse=False)
+    return chosen
+
+
+def with_a_head(model):
+    head = nn.Linear(2, 2)
+    return head, [m for m in model.modules() if m is not head], isinstance(model, nn.Module)
+
+
+LOOPS = {
+    "linears": lambda m: [x for x in m.modules() if isinstance(x, nn.Linear)],
+    "named linears": lambda m: [n for n, x in m.named_modules() if isinstance(x, torch.nn.Linear)],
+    "tables": lambda m: [x for x in m.modules() if isinstance(x, nn.Embedding)],
+    "a tuple with a name": decays,
+    "inside another": lambda m: [x for x in nn.Sequential(m).modules() if isinstance(x, (nn.LayerNorm, nn.Linear))],
+}
+RIGHT_LOOPS = {
+    "both": lambda m: [x for x in m.modules() if isinstance(x, (nn.Linear, ColumnParallelLinear, RowParallelLinear))],
+    "norms": lambda m: [x for x in m.modules() if isinstance(x, nn.LayerNorm)],
+    "by name": lambda m: [x for n, x in m.named_modules() if n.endswith("linear_fc1")],
+    "a linear beside": with_a_head,
+    "torch's own walk": lambda m: m.requires_grad_(isinstance(nn.Linear(2, 2), nn.Linear)).double(),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS | RIGHT_LOOPS)
+def test_a_loop_that_asks_for_a_class_of_torchs_is_told(loop):
+    """Weights drawn anew, adapters, hooks and decay chosen so would be of no module at all."""
+    model = small()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            (LOOPS | RIGHT_LOOPS)[loop](model)
+    assert [w.filename for w in told] == [__file__] * (loop in LOOPS)
+    if loop in LOOPS:
+        asked = "nn.Embedding, VocabParallel" if loop == "tables" else "nn.Linear, ColumnParallelLinear, RowParallel"
+        assert f"isinstance(m, ({asked}" in str(told[0].message)

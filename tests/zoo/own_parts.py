@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.nn.functional import all_gather, all_reduce
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.nn.functional import all_gather
 
 from core.context_parallel import gather_from_context_region
 from core.data_parallel import DataParallel
@@ -69,7 +70,7 @@ class Part(nn.Module):
         if op is not None:
             dist.all_reduce(x, op=op, group=self.group.process_group)
             return x
-        return all_reduce(x, group=self.group.process_group)
+        return all_reduce(x, "sum", self.group.process_group)
 
 
 def trained(ps, spec, steps=STEPS):

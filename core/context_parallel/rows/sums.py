@@ -36,7 +36,7 @@ _REMEDY = (
     "A mean over tokens is divided by those of all ranks: n = mask.sum(); all_reduce(n, group=parallel_state."
     "get_data_parallel_group(with_context_parallel=True)), and under DataParallel, which averages over that group, "
     "times its size; executors take (sum, tokens). What a head, a norm or a square takes is summed first: "
-    "torch.distributed.nn.functional.all_reduce(x, group=parallel_state.get_context_parallel_group())"
+    "torch.distributed._functional_collectives.all_reduce(x, 'sum', parallel_state.get_context_parallel_group())"
 )
 
 

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -17,9 +18,21 @@ from core.parallel_state import (
     seeded,
 )
 from core.parallel_state.by_hand.functions import called_by_core
-from core.tensor_parallel import Placement
+from core.tensor_parallel import (
+    ColumnParallelLinear,
+    Placement,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from core.tensor_parallel.chosen_by_class import tell_of_loop
 from core.tensor_parallel.watch import SplitWatch
 from core.transformer.transformer_config import TransformerConfig
+
+# torch's class -> those that stand here in its place
+_PLACED = {
+    "Linear": {ColumnParallelLinear.__name__, RowParallelLinear.__name__},
+    "Embedding": {VocabParallelEmbedding.__name__},
+}
 
 
 class ModelWeights(nn.Module):
@@ -39,6 +52,7 @@ class ModelWeights(nn.Module):
     # follows split weights; None where one rank has all
     _watch: SplitWatch | None
     _warned_of_shards = False
+    _warned_of_classes = False
     from_pretrained = AbsentMethod()
     from_config = AbsentMethod()
 
@@ -54,6 +68,13 @@ class ModelWeights(nn.Module):
             if name not in ELSEWHERE:
                 raise
         raise not_here(type(self), name)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As torch's. Warns, once, of a loop that asks for torch's classes: `isinstance(m, nn.Linear)`."""
+        modules = super().named_modules(*args, **kwargs)
+        if not self._warned_of_classes:
+            self._warned_of_classes = tell_of_loop(self, _PLACED)
+        return modules
 
     def init_weights(self) -> None:
         """Fill every parameter with its initial values again, after `to_empty` above all.
