@@ -47,8 +47,9 @@ def delivers(node: Any, parameter: Tensor, region: Any) -> bool:
     """
     if not parameter.is_leaf or parameter._backward_hooks or torch.is_grad_enabled():
         return False
-    # a `main_grad` that is only shown is deleted before a forward
-    if parameter._post_accumulate_grad_hooks and getattr(parameter, "main_grad", None) is None:
+    hooks = parameter._post_accumulate_grad_hooks
+    # an owner has one; a `main_grad` that is only shown is deleted before a forward
+    if hooks and (len(hooks) > 1 or getattr(parameter, "main_grad", None) is None):
         return False
     # the region asks for all gradients, and passes them on
     if region is not None and region.in_backward:

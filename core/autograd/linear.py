@@ -147,8 +147,9 @@ class _DeferredLinear(torch.autograd.Function):
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    owned = has_main_grad(parameter)
-    return bool(parameter._backward_hooks or (parameter._post_accumulate_grad_hooks and not owned))
+    hooks = parameter._post_accumulate_grad_hooks
+    of_program = hooks and (len(hooks) > 1 or not has_main_grad(parameter))
+    return bool(parameter._backward_hooks or of_program)
 
 
 def _is_ours_or_plain(parameter: Tensor) -> bool:

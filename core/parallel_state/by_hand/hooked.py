@@ -12,14 +12,22 @@ from core.parallel_state.by_hand.functions import is_foreign
 Wrapped = tuple[dict, int, Callable]
 
 
+def has_hooks(parameter: Parameter) -> bool:
+    """Whether a program has hooks on its gradient, before or after it is `parameter.grad`."""
+    return any(map(is_foreign, [hook for hooks in _registries(parameter) for hook in hooks.values()]))
+
+
 def wrap_hooks(parameter: Parameter, around: Callable[..., Any]) -> list[Wrapped]:
-    """Let `around(hook, gradient)` stand for each hook of the program's, until `unwrap_hooks`."""
+    """Let `around(hook, given)` stand for each hook of the program's, until `unwrap_hooks`.
+
+    given: the gradient of a `register_hook`, the parameter of a `register_post_accumulate_grad_hook`.
+    """
     wrapped: list[Wrapped] = []
-    hooks: dict = parameter._backward_hooks or {}
-    for key, hook in hooks.items():
-        if is_foreign(hook):
-            wrapped.append((hooks, key, hook))
-            hooks[key] = partial(around, hook)
+    for hooks in _registries(parameter):
+        for key, hook in hooks.items():
+            if is_foreign(hook):
+                wrapped.append((hooks, key, hook))
+                hooks[key] = partial(around, hook)
     return wrapped
 
 
@@ -28,3 +36,8 @@ def unwrap_hooks(wrapped: Sequence[Wrapped]) -> None:
     for hooks, key, hook in wrapped:
         if key in hooks:
             hooks[key] = hook
+
+
+def _registries(parameter: Parameter) -> list[dict]:
+    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
+    return [hooks for hooks in kinds if hooks]

@@ -209,11 +209,13 @@ class ByHand:
     def _listen_in_hooks(self, parameter: Parameter) -> None:
         """`register_hook` gives a program's function the gradient before it is `parameter.grad`."""
 
-        def listened(hook: Callable, gradient: Tensor) -> Any:
+        def listened(hook: Callable, given: Tensor) -> Any:
             outer_followed, self._followed = self._followed, []
-            self._follow(gradient, Heard(parameter, True))
+            gradient = given.grad if given is parameter else given
+            if type(gradient) is Tensor:
+                self._follow(gradient, Heard(parameter, True))
             try:
-                return hook(gradient)
+                return hook(given)
             finally:
                 self._plain_results()
                 self._followed = outer_followed

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from core.autograd import GradSync, has_main_grad
 from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
+from core.parallel_state.by_hand.hooked import has_hooks
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.own_gradients import OwnGradients
@@ -85,7 +86,7 @@ class SumsWatch:
         self._in_hooks = ""
         if not self._is_over and is_watched_step(self._steps + 1):
             self._forget()
-            hooked = [p for p in dict.fromkeys(parameters_of(self._modules)) if p._backward_hooks]
+            hooked = [p for p in dict.fromkeys(parameters_of(self._modules)) if has_hooks(p)]
             self._hears_hooks = bool(hooked) and self._by_hand.open_for_hooks(hooked)
 
     def _tell_of_hooks(self, num_tokens: float) -> None:
