@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.autograd.graph import nodes_behind
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.collectives.checks import checksum, fingerprint
 from core.parallel_state.collectives.groups import ranks_of_sum
+from core.parallel_state.layout import layout_of
 
 BATCH = "the batch"
 # gradients over one group, in its first backwards
@@ -165,3 +166,19 @@ def _compare_summed(group: Group, gradients: tuple[Tensor | None, ...]) -> None:
         "core.tensor_parallel.reduce_from_tensor_region(x, group) is the sum whose result all ranks go on with",
         stacklevel=2,
     )
+
+
+def compare_experts(group: Group, module: nn.Module) -> None:
+    """Raise ValueError, on every rank: all hold the same experts, one rank's, where each has its own."""
+    experts = [p for p in module.parameters() if "ep" in layout_of(p).split]
+    if not experts or not all(has_full_memory(p) for p in experts):
+        return
+    gathered = all_gather(torch.stack([checksum(p) for p in experts])[None], group).cpu()
+    if gathered[0].any() and (gathered == gathered[0]).all():
+        raise ValueError(
+            f"all {len(experts)} stacks of experts are the same on the {group.size} expert ranks "
+            f"{list(group.ranks)}, which hold different experts. One rank's state_dict() loaded on all: use "
+            "dist_checkpointing.load. DistributedDataParallel broadcasts one rank's: use core.data_parallel."
+            "DataParallel. model.apply(...) draws the same on each: use the model's own initial weights, or a "
+            "generator per rank"
+        )

@@ -38,6 +38,22 @@ def is_added_up(parameter: Parameter) -> bool:
     return is_partial and (has_main_grad(parameter) or _hook_of(parameter) is not None)
 
 
+def is_replicated(parameter: Parameter) -> bool:
+    """Whether each tensor rank has the whole of it."""
+    return not {"tp", "ep"} & layout_of(parameter).split.keys()
+
+
+def first_replicated(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """One trainable parameter of our modules that stands for all that are replicated, which are not listened to."""
+    for submodule in module.modules():
+        if not type(submodule).__module__.startswith("core."):
+            continue
+        for name, parameter in submodule.named_parameters(recurse=False):
+            if parameter.requires_grad and is_replicated(parameter):
+                return [(submodule, name)]
+    return []
+
+
 def counted_once(parameter: Parameter, gradient: Tensor, ranks: int) -> Tensor:
     """Of a read of the whole parameter, alike on each rank: what is to be added to its gradient."""
     hook = _hook_of(parameter)
@@ -51,19 +67,37 @@ def _hook_of(parameter: Parameter) -> "_SumGradientHook | None":
     return next((hook for hook in hooks if isinstance(hook, _SumGradientHook)), None)
 
 
+# not of a sum's parts, each by itself
+_OF_WHOLE = ("clamped", "compared", "reduction", "product")
+
+
 class Penalties:
-    """Numbers that each rank makes of such a parameter: told, once, where a backward comes to one."""
+    """Numbers that each rank makes of such a parameter: told, once, where a backward comes to one.
+
+    Told as well: gradients that are whole on each rank, and added up over the ranks by hand.
+    """
 
     def __init__(self) -> None:
         self._told = False
 
-    def follow(self, module: nn.Module | None, heard: Heard) -> None:
-        """`module` holds the parameter, of which a program has made `heard.result`."""
-        if module is None or heard.result is None or self._told:
+    def follow(self, module: nn.Module | None, heard: Heard, over_ranks: bool) -> None:
+        """`module` holds the parameter, of which a program has made `heard.result`, or a sum over tensor ranks."""
+        if module is None or self._told:
             return
         named = module.named_parameters()
         name = next((name for name, p in named if p is heard.parameter), "a parameter")
         shape = list(heard.parameter.shape)
+        if heard.of_gradient and over_ranks and heard.adds:
+            self._told = True
+            warnings.warn(
+                f"{heard.name} by hand adds up the gradient of {name} {shape}, which each tensor rank has whole "
+                "already, that of norms under sequence parallelism too: it is as many times too large. Leave it out",
+                stacklevel=6,
+            )
+        elif heard.of_gradient and is_added_up(heard.parameter):
+            self._look_at_hook(heard, f"{name} {shape}")
+        if heard.of_gradient or heard.result is None or not is_added_up(heard.parameter):
+            return
 
         hook = _hook_of(heard.parameter)
 
@@ -85,6 +119,18 @@ class Penalties:
                 hook.before_sum = tell
 
         heard.result.register_hook(reached)
+
+    def _look_at_hook(self, heard: Heard, name: str) -> None:
+        """What a program's hook in a backward does with a gradient that its owner sums afterwards."""
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward and has_main_grad(heard.parameter) and heard.kind in _OF_WHOLE:
+            self._told = True
+            warnings.warn(
+                f"{heard.name} in a hook on the gradient of {name}, which is of this tensor rank's rows under "
+                "sequence parallelism, and summed over the ranks after it: a mask or a factor is right, a limit or a "
+                "norm is of a part. Change p.grad after the backward",
+                stacklevel=2,
+            )
 
 
 class _SumGradientHook:

@@ -22,18 +22,26 @@ from core.parallel_state.collectives.checks import checksum, fingerprint
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.spread import keep_layouts
-from core.tensor_parallel.differences import BATCH, difference_message, follow_sums, has_full_memory
+from core.tensor_parallel.differences import (
+    BATCH,
+    compare_experts,
+    difference_message,
+    follow_sums,
+    has_full_memory,
+)
 from core.tensor_parallel.hooked_gradients import HookedGradients
 from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
 from core.tensor_parallel.summed_gradients import (
     Penalties,
+    first_replicated,
     is_added_up,
+    is_replicated,
     sum_gradients_of_foreign,
     warn_of_whole_gradients,
 )
 
 _MIXED = (
-    "all_reduce by hand adds gradients of different parts of a weight, those of other tensor ranks: average over "
+    "{name} by hand puts together different parts of a weight, those of other tensor ranks: average gradients over "
     "group=parallel_state.get_data_parallel_group(), or wrap the model in core.data_parallel.DistributedDataParallel"
 )
 _HOOK_OF_ROWS = (
@@ -135,7 +143,7 @@ class SplitWatch:
         if self._group is not None:
             self._compare(self._group, module, [x for x in inputs if x is not None])
         if self._expert_group is not None:
-            _compare_experts(self._expert_group, module)
+            compare_experts(self._expert_group, module)
 
     def follow_after(
         self, module: nn.Module, outputs: Sequence[Tensor], *, are_replicated: bool | None
@@ -182,6 +190,7 @@ class SplitWatch:
                 for name, p in submodule.named_parameters(recurse=False):
                     if {"tp", "ep"} & layout_of(p).split.keys() or is_added_up(p):
                         self._split.append((submodule, name))
+            self._split += first_replicated(module)
         self._by_hand.open(self._split_parameters())
         return self._by_hand
 
@@ -192,10 +201,10 @@ class SplitWatch:
 
     def _warn_of_arithmetic(self, module: weakref.ref, heard: Heard) -> None:
         model_alive = module()
-        if is_added_up(heard.parameter):
-            self._penalties.follow(model_alive, heard)
+        if is_replicated(heard.parameter) or is_added_up(heard.parameter):
+            self._penalties.follow(model_alive, heard, self._mixes_shards(heard))
             return
-        mixes_shards = heard.kind == "sum" and self._mixes_shards(heard)
+        mixes_shards = self._mixes_shards(heard)
         kind = (heard.kind, heard.of_gradient, bool(heard.of_state))
         if (
             model_alive is None
@@ -204,10 +213,15 @@ class SplitWatch:
         ):
             return
         self._warned_of.add(kind)
-        warnings.warn(_MIXED if mixes_shards else heard.message(model_alive), stacklevel=5)
+        warnings.warn(
+            _MIXED.format(name=heard.name) if mixes_shards else heard.message(model_alive),
+            stacklevel=5,
+        )
 
     def _mixes_shards(self, heard: Heard) -> bool:
-        """Whether a sum over ranks adds gradients of different parts."""
+        """Whether a collective puts together different parts."""
+        if heard.kind != "sum":
+            return False
         is_expert = "ep" in layout_of(heard.parameter).split
         group = self._expert_group if is_expert else self._group
         return group is not None and len(set(ranks_of(heard.group)) & set(group.ranks)) > 1
@@ -382,19 +396,3 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
             )
 
     output.register_hook(hook)
-
-
-def _compare_experts(group: Group, module: nn.Module) -> None:
-    """Raise ValueError, on every rank: all hold the same experts, one rank's, where each has its own."""
-    experts = [p for p in module.parameters() if "ep" in layout_of(p).split]
-    if not experts or not all(has_full_memory(p) for p in experts):
-        return
-    gathered = all_gather(torch.stack([checksum(p) for p in experts])[None], group).cpu()
-    if gathered[0].any() and (gathered == gathered[0]).all():
-        raise ValueError(
-            f"all {len(experts)} stacks of experts are the same on the {group.size} expert ranks "
-            f"{list(group.ranks)}, which hold different experts. One rank's state_dict() loaded on all: use "
-            "dist_checkpointing.load. DistributedDataParallel broadcasts one rank's: use core.data_parallel."
-            "DataParallel. model.apply(...) draws the same on each: use the model's own initial weights, or a "
-            "generator per rank"
-        )

@@ -3,7 +3,7 @@
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterator, Mapping, ValuesView
 from dataclasses import replace
 from typing import Any
 
@@ -93,6 +93,7 @@ class SandwichNormLayer(TransformerLayer):
 
 
 _COUNTED = re.compile(r"\blen\(")
+_ENUMERATED = re.compile(r"\benumerate\(")
 # the place of a layer among those of a stage
 _TAKEN = "layers are taken, or counted, by their place in this stage"
 _BY_PLACE = re.compile(r"\benumerate\(|\bzip\(|\bnext\(|[\])]\s*\[")
@@ -138,6 +139,11 @@ class Layers(nn.ModuleDict):
         """The layers, as a dict's."""
         self._look_for(_BY_PLACE, _TAKEN, sys._getframe(1))
         return super().values()
+
+    def items(self) -> ItemsView[str, nn.Module]:
+        """Names, which are numbers, and layers."""
+        self._look_for(_ENUMERATED, _TAKEN, sys._getframe(1))
+        return super().items()
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Over the layers, as a list's: `for layer in model.decoder.layers`."""

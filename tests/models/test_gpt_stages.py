@@ -107,6 +107,7 @@ USES = {
     "first": lambda layers: list(layers.values())[0],  # noqa: RUF015
     "list": lambda layers: list(layers),
     "enumerated in a loop": lambda layers: [i for i, layer in enumerate(layers)],
+    "enumerated items": lambda layers: [i for i, (_, layer) in enumerate(layers.items())],
     "with others": lambda layers: [*zip(layers, range(9))],  # noqa: B905
     "loop": lambda layers: [layer.eval() for layer in layers],
     "all": lambda layers: [layer.eval() for layer in layers.values()],
@@ -118,7 +119,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_layers_that_are_taken_by_their_place_in_a_stage_are_told(ranks, use):
     """A decay by depth, an initial value by depth, the first layer frozen: on each stage they would begin again."""
-    by_place = use in ("len", "enumerate", "enumerated in a loop", "with others", "first")
+    by_place = use in ("len", "enumerate", "enumerated in a loop", "enumerated items", "with others", "first")
     for rank, messages in enumerate(ranks(said_of_layers, use, world=2)):
         assert len(messages) == by_place
         if by_place:

@@ -1,7 +1,7 @@
 """What a program does with gradients by hand: scaled, clamped, with something added, or added to weights."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +49,19 @@ class Change:
     factor: float | None = None
 
 
-def change_of_gradient(
+def heard_change(
+    func: Any, sources: Sequence[Heard], values: Sequence[Any], *, is_first: bool, alpha: Any
+) -> Heard | None:
+    """What is heard of a function that changes a gradient; see `_change_of_gradient`."""
+    change = _change_of_gradient(func, sources, values, is_first=is_first, alpha=alpha)
+    if change is None:
+        return None
+    name = function_name(func)
+    facts = {"kind": change.kind, "factor": change.factor, "name": name, "of_gradient": True}
+    return replace(sources[0], **facts)  # type: ignore[arg-type]
+
+
+def _change_of_gradient(
     func: Any,
     sources: Sequence[Heard],
     values: Sequence[Any],

@@ -57,6 +57,9 @@ _TORCH_FRAMES = {
 _TORCH_FRAMES |= {
     "torch.distributed.distributed_c10d",
     "torch.distributed.c10d_logger",
+    "torch.distributed._functional_collectives",
+    "torch._ops",
+    "torch._library.autograd",
     "torch.nn.init",
 }
 # svd_lowrank, max_pool1d

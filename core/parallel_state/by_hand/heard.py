@@ -59,6 +59,7 @@ class Heard:
     along_whole_dims: bool = False  # each rank has all of what was reduced: rows of a column linear
     result: Tensor | None = None  # of a reduction, if it wants a gradient
     group: Any = None  # of an all_reduce by hand, kind "sum"; None is the world
+    adds: bool = False  # whether it adds up; it may as well average, or send one rank's
 
     @property
     def sees_only_shard(self) -> bool:

@@ -14,7 +14,9 @@ Wrapped = tuple[dict, int, Callable]
 
 def has_hooks(parameter: Parameter) -> bool:
     """Whether a program has hooks on its gradient, before or after it is `parameter.grad`."""
-    return any(map(is_foreign, [hook for hooks in _registries(parameter) for hook in hooks.values()]))
+    return any(
+        map(is_foreign, [hook for hooks in _registries(parameter) for hook in hooks.values()])
+    )
 
 
 def wrap_hooks(parameter: Parameter, around: Callable[..., Any]) -> list[Wrapped]:

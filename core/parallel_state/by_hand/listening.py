@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand.as_written import AsWritten, compiles
-from core.parallel_state.by_hand.changes import change_of_gradient
+from core.parallel_state.by_hand.changes import heard_change
 from core.parallel_state.by_hand.functions import (
     JOINS,
     NEW_BUFFERS,
@@ -33,6 +33,7 @@ from core.parallel_state.by_hand.hooked import Wrapped, unwrap_hooks, wrap_hooks
 from core.parallel_state.by_hand.inside import called_inside, keeps_all
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.listening_classes import Reporter, listening_classes, run_plain
+from core.parallel_state.by_hand.meetings import heard_meeting
 from core.parallel_state.by_hand.numbers import of_parameter
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Followed
@@ -102,8 +103,9 @@ class ByHand:
         for parameter in parameters:
             if self._gradients:
                 self._listen_in_buckets(parameter)
-                # of one that ZeRO stage 3 has freed as well
-                self._listen_in_hooks(parameter)
+                # of one that ZeRO stage 3 has freed as well; asked for every weight of a step: without a call
+                if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                    self._wrapped += wrap_hooks(parameter, partial(self._run_hook, parameter))
             if type(parameter) is Parameter:
                 self._parameters.append(parameter)
                 parameter.__class__ = self._parameter
@@ -121,7 +123,7 @@ class ByHand:
         """Listen to what a program's hooks on the gradients of these do; whether there are any. All stay plain."""
         self._parameters, self.is_open = [], True
         for parameter in parameters:
-            self._listen_in_hooks(parameter)
+            self._wrapped += wrap_hooks(parameter, partial(self._run_hook, parameter))
         return bool(self._wrapped)
 
     def close(self) -> None:
@@ -148,10 +150,8 @@ class ByHand:
         torch.autograd.Variable._execution_engine.queue_callback(self._listening)
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.is_open:
-            return
         # an optimizer around another, sharpness-aware, say, is the one that counts
-        if self._stepping not in (None, id(optimizer)):
+        if not self.is_open or self._stepping not in (None, id(optimizer)):
             return
         self._stepping = id(optimizer)
         is_own = self._numbers and is_foreign(type(optimizer))
@@ -206,21 +206,17 @@ class ByHand:
             slot.listener = partial(called_inside, weakref.ref(self), Heard(parameter, True))
             self._slots.append(slot)
 
-    def _listen_in_hooks(self, parameter: Parameter) -> None:
+    def _run_hook(self, parameter: Parameter, hook: Callable, given: Tensor) -> Any:
         """`register_hook` gives a program's function the gradient before it is `parameter.grad`."""
-
-        def listened(hook: Callable, given: Tensor) -> Any:
-            outer_followed, self._followed = self._followed, []
-            gradient = given.grad if given is parameter else given
-            if type(gradient) is Tensor:
-                self._follow(gradient, Heard(parameter, True))
-            try:
-                return hook(given)
-            finally:
-                self._plain_results()
-                self._followed = outer_followed
-
-        self._wrapped += wrap_hooks(parameter, listened)
+        outer_followed, self._followed = self._followed, []
+        gradient = given.grad if given is parameter else given
+        if type(gradient) is Tensor:
+            self._follow(gradient, Heard(parameter, True))
+        try:
+            return hook(given)
+        finally:
+            self._plain_results()
+            self._followed = outer_followed
 
     def called(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run `func` on plain tensors; what is elementwise stays listened to."""
@@ -252,8 +248,8 @@ class ByHand:
                 if self._gradients and type(result) is Tensor:
                     self._follow(result, Heard(source.parameter, True))
                 return result
-            if name == "all_reduce":
-                self._hear(replace(source, kind="sum", name=name, group=kwargs.get("group")))
+            if (met := heard_meeting(source, name, args, kwargs)) is not None:
+                self._hear(met)
             on_list = name.startswith("foreach") and not self._in_optimizer
             made, wrong = result_of(source.parameter, func, name, args, kwargs, result)
             # of a name that is in no table, too
@@ -309,11 +305,11 @@ class ByHand:
     def _hear_change(
         self, func: Any, sources: Sequence[Heard], values: Any, is_first: bool, kwargs: dict
     ) -> None:
-        alpha = kwargs.get("alpha", 1.0)
-        change = change_of_gradient(func, sources, values, is_first=is_first, alpha=alpha)
-        if change is not None:
-            heard = replace(sources[0], of_gradient=True, kind=change.kind, factor=change.factor)
-            self._hear(replace(heard, name=function_name(func)))
+        heard = heard_change(
+            func, sources, values, is_first=is_first, alpha=kwargs.get("alpha", 1.0)
+        )
+        if heard is not None:
+            self._hear(heard)
 
     def _follow_gradients(self, gradients: tuple[Tensor | None, ...], inputs: Any) -> None:
         """Results of `torch.autograd.grad`, in the order of its inputs."""
@@ -329,7 +325,9 @@ class ByHand:
         """A function of aten on a gradient that lies in buckets; call, norm_of: as in `called_inside`."""
         args, kwargs = call
         name = getattr(func, "overloadpacket", func).__name__.removeprefix("linalg_").strip("_")
-        if norm_of is not None:
+        if (met := heard_meeting(source, name, args, kwargs)) is not None:
+            self._hear(met)
+        elif norm_of is not None:
             self._report(replace(source, kind=WHOLE_NORM, name=name, joined=norm_of > 1))
         elif (kind := kind_of_call(name, result)) is not None:
             (self._hear if kind == "shape" else self._report)(replace(source, kind=kind, name=name))

@@ -176,8 +176,14 @@ def ranks_of_sum(node: Any) -> tuple[int, ...] | None:
         group: Any = node.group or dist.group.WORLD
         return ranks_of(group)
     if "c10d_functional_all_reduce" in name:
-        return ranks_of(dist.distributed_c10d._resolve_process_group(node.group_name))
+        return ranks_of(group_named(node.group_name))
     return None
+
+
+def group_named(name: str) -> ProcessGroup:
+    """That which torch's functional collectives mean by a name."""
+    group: ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return group
 
 
 def available_backends() -> list[str]:

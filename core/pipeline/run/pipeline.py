@@ -254,7 +254,7 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
             executor = self._executor(self.schedule, step, batch)
             clock = Clock(self.ps.device)
             self._run(executor, clock)
-
+            self._loss_watch.after_step()
             # gradients over replicas, then over the two ends of a tied table, then the result over all ranks
             with named("sums"):
                 self.grad_sync.finish()

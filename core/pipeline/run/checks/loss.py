@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from core.autograd.graph import nodes_behind
 from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.state import ParallelState
+from core.pipeline.run.checks.kept_by_hooks import name_of_kept
 from core.pipeline.run.checks.plain_loop import parameters_of
 
 
@@ -28,6 +29,8 @@ class LossWatch:
         self._is_pipeline = ps.size("pp") > 1
         self._warned_of: set[str] = set()
         self._is_first = True
+        # the program's, until its first step is over
+        self._loss_fn: Callable[..., Any] | None = None
 
     def around(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """`loss_fn`, looked at; itself from the second step on."""
@@ -37,8 +40,10 @@ class LossWatch:
         if not self._is_pipeline:
             return partial(self._look_at_graph, loss_fn)
         by_hand = ByHand(self._hear)
+        self._loss_fn = loss_fn
 
         def listened(*arguments: Any) -> Any:
+            self._loss_fn = None
             by_hand.open(parameters_of(self._modules))
             try:
                 return self._look_at_graph(loss_fn, *arguments)
@@ -46,6 +51,17 @@ class LossWatch:
                 by_hand.close()
 
         return listened
+
+    def after_step(self) -> None:
+        """Warn where hooks keep for `loss_fn` what this rank, which has not called it, has of other stages."""
+        loss_fn, self._loss_fn = self._loss_fn, None
+        name = name_of_kept(loss_fn) if loss_fn is not None else None
+        if name is not None:
+            self._warn_once(
+                f"loss_fn reads {name}, which keeps activations of this rank's stages (of a hook or a module): it is "
+                "called on the rank of the last stage, which has not got them, and they are in no loss. Let each "
+                "stage hand its penalty on with its output, as one of several tensors"
+            )
 
     def _look_at_graph(self, loss_fn: Callable[..., Any], *arguments: Any) -> Any:
         """What `loss_fn` returns; warns of what its graph leads to beside the model's outputs."""

@@ -1,39 +1,62 @@
-"""Rates by depth that begin again on every stage: a decay over `enumerate(layers)` of one rank's layers."""
+"""What a program chose by the order in one rank's stages: rates, frozen layers and pruned weights."""
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def rates_by_place(modules: Sequence[nn.Module], optimizer: Optimizer) -> float | None:
-    """A number that stands for the learning rates of the layers of this rank, one after the other.
+    """A number that says where the rates of a stage's parameters begin, and whether they grow; frozen is 0.
 
-    None: there are not two layers with rates of their own that grow, or shrink, from each to the next.
+    None: in no stage of several layers they grow, or shrink, from the first parameter to the last.
     """
     rates: dict[int, float] = {}
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), (int, float)):
             rates |= dict.fromkeys(map(id, group["params"]), float(group["lr"]))
     for module in modules:
-        for part in module.modules():
-            if isinstance(part, _LISTS) and (number := _number_of(part, rates)) is not None:
-                return number
+        parameters = list(module.parameters())
+        of_all = [rates.get(id(p)) if p.requires_grad else 0.0 for p in parameters]
+        # those of another optimizer have rates of their own
+        known = [rate for rate in of_all if rate is not None]
+        ways = {math.copysign(1, b - a) for a, b in pairwise(known) if a != b}
+        if len(ways) == 1 and _has_layers(module):
+            return ways.pop() * (1 + known[0])
     return None
 
 
-def _number_of(layers: nn.Module, rates: dict[int, float]) -> float | None:
-    by_layer: list[float] = []
-    for layer in layers.children():
-        of_layer = {rates[id(p)] for p in layer.parameters() if id(p) in rates}
-        if len(of_layer) > 1:
-            return None
-        by_layer += of_layer
-    steps = [math.copysign(1, b - a) if b != a else 0.0 for a, b in pairwise(by_layer)]
-    if not steps or not steps[0] or set(steps) != {steps[0]}:
+def _has_layers(module: nn.Module) -> bool:
+    lists = [part for part in module.modules() if isinstance(part, _LISTS)]
+    return any(
+        sum(any(True for _ in x.parameters()) for x in part.children()) > 1 for part in lists
+    )
+
+
+def share_of_zeros(modules: Sequence[nn.Module]) -> tuple[float, float] | None:
+    """Of this rank's pruned matrices together, and how exact it is; a mask of torch's `prune` stands for its matrix.
+
+    None: nothing is pruned, or each matrix by itself, to one share. A threshold over all of them gives each another.
+    """
+    masks = [b for module in modules for n, b in module.named_buffers() if n.endswith("_mask")]
+    matrices = masks or [p.detach() for module in modules for p in module.parameters()]
+    matrices = [x for x in matrices if x.dim() > 1 and x.numel() and x.layout is torch.strided]
+    if not matrices:
         return None
-    return sum(rate * (1 + math.sin(place)) for place, rate in enumerate(by_layer))
+    zeros = torch.stack([_zeros_of(x) for x in matrices]).tolist()
+    # neither those that begin as zeros nor what was not pruned
+    pruned = [(z, x.numel()) for z, x in zip(zeros, matrices, strict=True) if 0 < z < x.numel()]
+    shares = [z / n for z, n in pruned]
+    if not pruned or max(shares) - min(shares) <= 1 / min(n for _, n in pruned):
+        return None
+    total = sum(n for _, n in pruned)
+    return sum(z for z, _ in pruned) / total, 2 / total
+
+
+def _zeros_of(matrix: Tensor) -> Tensor:
+    return matrix.numel() - matrix.count_nonzero()

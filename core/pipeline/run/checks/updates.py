@@ -18,7 +18,7 @@ from core.parallel_state.environment import reading_waits
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import READ_EVERY
-from core.pipeline.run.checks.rates_by_place import rates_by_place
+from core.pipeline.run.checks.rates_by_place import rates_by_place, share_of_zeros
 
 _SHARED = "the step's result, core.optimizer.GradScaler, core.optimizer.get_grad_norm"
 
@@ -50,6 +50,9 @@ class StageUpdates:
         # of an optimizer's first step, until they have travelled
         self._rates_by_place: float | None = None
         self._has_looked_at_places = self._has_read_places = False
+        # of this step, and how exact it is
+        self._zeros: tuple[float, float] | None = None
+        self._told_of_zeros = False
         before_optimizer_steps(self._note)
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -72,11 +75,14 @@ class StageUpdates:
             self._change = math.log(rate / before) + (self._change or 0.0)
 
     def with_numbers(self, total: Tensor) -> Tensor:
-        """float64 [n] -> [n + 10], to be summed over all ranks.
+        """float64 [n] -> [n + 13], to be summed over all ranks.
 
         Ranks: whose weights were written, could be; with an optimizer's step, that could; with a rate, its change,
-        that squared; with rates by the place of a layer, a number of these, that squared.
+        that squared; with rates by the place of a layer, a number of these, that squared; the same of zeros.
         """
+        # steps 1, 2, 4, 8 ...: all weights are read
+        is_watched = not (self._step + 1) & self._step
+        self._zeros = share_of_zeros(self._modules) if is_watched else None
         before = self._versions
         self._versions = [p._version for p in self._trainable()]
         written: tuple[float, float] = (0.0, 0.0)
@@ -95,15 +101,17 @@ class StageUpdates:
             change,
             change * change,
             *_moments(self._rates_by_place),
+            *_moments(self._zeros[0] if self._zeros is not None else None),
         ]
         self._has_stepped, self._change, self._rates_by_place = False, None, None
         return torch.cat((total, total.new_tensor(numbers)))
 
     def look(self, sums: Tensor) -> None:
-        """Warns, once, on every rank. sums: [10], over all ranks."""
+        """Warns, once, on every rank. sums: [13], over all ranks."""
         self._step += 1
         updated, trainable, stepped, could_step, count, change, squares = sums[:7]
-        self._look_at_places(*sums[7:])
+        self._look_at_places(*sums[7:10])
+        self._look_at_zeros(*sums[10:])
         differ = (updated > 0) & (updated < trainable)
         differ |= (stepped > 0) & (stepped < could_step)
         # ranks without a change that others have, or with another
@@ -142,9 +150,25 @@ class StageUpdates:
         # more than the replicas of one stage
         if count > self._ps.size("dp-cp") and are_alike:
             warnings.warn(
-                "the learning rates of a stage's layers go by their place in the stage, and begin again on each of "
-                f"{self._ps.size('pp')} pipeline ranks: a decay by depth counts the layers of the whole model (layer "
-                "7 of a GPTModel is decoder.layers.7 wherever it lives; of stages of your own add those before)",
+                "the learning rates of a stage's layers, 0 of frozen ones, go by their place in the stage, and begin "
+                f"again on each of {self._ps.size('pp')} pipeline ranks: a decay by depth, or the first half, counts "
+                "the layers of the whole model (layer 7 of a GPTModel is decoder.layers.7 wherever it lives; of "
+                "stages of your own add those before)",
+                stacklevel=5,
+            )
+
+    def _look_at_zeros(self, count: Tensor, share: Tensor, squares: Tensor) -> None:
+        """Warns where the stages were pruned to one share of zeros, which their matrices do not have."""
+        if self._zeros is None or self._told_of_zeros:
+            return
+        exact = self._zeros[1] / self._zeros[0]
+        are_alike = count * squares - share * share <= (exact * count) ** 2
+        if count > self._ps.size("dp-cp") and are_alike:
+            self._told_of_zeros = True
+            warnings.warn(
+                f"{self._zeros[0]:.4g} of the weights of each stage are zeros, and its matrices have more or fewer: "
+                "a threshold was taken over the weights of one rank's stages, where a model has one for all. Gather "
+                "what it is made of over parallel_state.get_pipeline_model_parallel_group()",
                 stacklevel=5,
             )
 

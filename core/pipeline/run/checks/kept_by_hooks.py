@@ -1,0 +1,62 @@
+"""Activations that hooks keep where `loss_fn` looks for them, on a rank where it is never called."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+# of a container: more are no names of layers
+_MOST = 10_000
+
+
+def name_of_kept(loss_fn: Callable[..., Any]) -> str | None:
+    """The name in `loss_fn` of what holds a tensor that has a graph; None where nothing does."""
+    for name, value in _names_of(loss_fn):
+        if any(isinstance(x, Tensor) and x.grad_fn is not None for x in _inside(value)):
+            return name
+    return None
+
+
+def _names_of(function: Any) -> Iterator[tuple[str, Any]]:
+    """What it refers to, with the names for it: closures, globals, defaults, what it is bound to."""
+    if isinstance(function, partial):
+        yield from ((f"argument {i}", x) for i, x in enumerate(function.args))
+        yield from function.keywords.items()
+        function = function.func
+    if isinstance(function, MethodType):
+        yield from vars(function.__self__).items() if hasattr(function.__self__, "__dict__") else ()
+        function = function.__func__
+    if not isinstance(function, FunctionType):
+        yield from getattr(function, "__dict__", {}).items()
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # it has no value yet
+            continue
+    for name in _globals_in(function.__code__):
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    yield from (("a default", x) for x in function.__defaults__ or ())
+
+
+def _globals_in(code: CodeType) -> set[str]:
+    inside = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names}.union(*map(_globals_in, inside))
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """A value; what a container, or an object of the program's, holds."""
+    yield value
+    if isinstance(value, dict):
+        held = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        held = list(value)
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, FunctionType)):
+        held = list(vars(value).values())
+    else:
+        return
+    for each in held[:_MOST]:
+        yield from each if isinstance(each, (list, tuple)) else (each,)
