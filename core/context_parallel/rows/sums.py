@@ -22,9 +22,10 @@ from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
 from core.context_parallel.rows.hidden import SIZE_REMEDY, HiddenSums
 from core.context_parallel.rows.hooks import HookedRows
 from core.context_parallel.rows.outputs import Sums
+from core.context_parallel.rows.parameter_hooks import ParameterHooks
 from core.context_parallel.rows.reads import LOG_REMEDY
 from core.context_parallel.rows.synced import SyncedWeight
-from core.context_parallel.rows.twins import has_twins
+from core.context_parallel.rows.twins import OF_HOOK, has_twins
 from core.context_parallel.rows.wholes import Wholes, is_repeated
 from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.batches import HOOKED, follow_batches
@@ -75,6 +76,7 @@ class RowSums:
         self._synced = SyncedWeight()
         self._as_written = AsWritten()
         self._inside = HookedRows(self.gradients)
+        self._parameter_hooks = ParameterHooks(self)
         self._latest: weakref.ref[Sums] | None = None
         self.wholes = Wholes(ps, self)
         self.repeats = False
@@ -179,6 +181,7 @@ class RowSums:
         if self.group is None or self._are_whole:
             return
         self._inside.detach()
+        self._parameter_hooks.detach()
         if not torch.is_grad_enabled():
             self._look_at_evaluation(model, shares)
             return
@@ -198,6 +201,8 @@ class RowSums:
         self.is_averaged = self.is_averaged or has_main_grad(next(model.parameters()))
         self.batch.forward_begins(inputs)
         self._synced.choose(model)
+        if not stage.driven:
+            self._parameter_hooks.attach(model)
 
         def follow(hidden: Tensor) -> None:
             whole = self._whole_of_hidden(hidden, shares)
@@ -208,7 +213,7 @@ class RowSums:
                 if not self.told:
                     followed.mark(hidden, axes_of_rows(hidden, 0))
             if whole is not None:
-                self.wholes.add(hidden, whole, 0)
+                self.wholes.add(hidden, whole, 0, OF_HOOK)
 
         if self._inside.are_hooks_alike(model, self.group, looks_again=self.repeats):
             width = self._width(model) if is_repeated(self._forwards_inside) else None

@@ -9,15 +9,16 @@ from torch import Tensor
 from core.parallel_state.by_hand.part_sizes import PartNumber, number_of_part
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 
-# what twins were made of: the batch alone, an evaluation's output, one with gradients
-BATCH, EVALUATION, TRAINING = range(3)
+# what twins were made of: the batch alone, hidden states of a training's hook, an evaluation's output, a training's
+BATCH, OF_HOOK, EVALUATION, TRAINING = range(4)
 
 
 @dataclass(slots=True)
 class Twins:
     """What a tensor is of a copy of this rank's rows, and of whole sequences; dim: of rows, where it is known.
 
-    unscaled: of whole sequences, without the numbers of ranks that multiply it. source: BATCH and so on.
+    unscaled: of whole sequences, without the numbers of ranks that multiply it. source: BATCH and so on. made_by: the
+    name of the function.
     """
 
     own: Tensor
@@ -25,6 +26,7 @@ class Twins:
     dim: int | None = None
     unscaled: Any = None
     source: int = TRAINING
+    made_by: str = ""
 
     def __post_init__(self) -> None:
         if self.unscaled is None:

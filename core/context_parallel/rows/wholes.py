@@ -21,6 +21,7 @@ from core.context_parallel.rows.reads import READS, SUM_REMEDY
 from core.context_parallel.rows.twins import (
     BATCH,
     EVALUATION,
+    OF_HOOK,
     TRAINING,
     Twins,
     differ,
@@ -41,6 +42,7 @@ _LARGEST = 2**26
 # after which the same rows begin anew, without their gradients
 _CUT_NAMES = "detach data clone to cpu cuda float double half bfloat16 contiguous"
 _CUTS = frozenset(_CUT_NAMES.split())
+_NO_LOSSES = ("norm", "vector_norm", "sum", "sqrt", "max", "min", "count_nonzero")
 _FACTS = ("requires_grad", "retain_grad", "register_hook", "backward", "grad")
 REMEDY = (
     "Make what meets other rows of whole sequences: gather_from_context_region(x, ps, dim) of core.context_parallel "
@@ -119,9 +121,10 @@ class Wholes(Follower):
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             return gather_from_context_region(x.detach().as_subclass(Tensor), self._ps, dim)
 
-    def add(self, x: Tensor, whole: Tensor, dim: int | None) -> None:
+    def add(self, x: Tensor, whole: Tensor, dim: int | None, source: int | None = None) -> None:
         """`x`, rows of `whole`, is about to be given to the program; dim: where its gradient is looked at."""
-        source = TRAINING if x.requires_grad else EVALUATION if dim is not None else BATCH
+        if source is None:
+            source = TRAINING if x.requires_grad else EVALUATION if dim is not None else BATCH
         with torch._C.DisableTorchFunctionSubclass():
             own = x.detach().as_subclass(Tensor).clone()
             whole = whole.detach().as_subclass(Tensor)
@@ -195,8 +198,12 @@ class Wholes(Follower):
 
     @_looks_on
     def _read(self, x: Any) -> None:
-        """A number of an evaluation: told where it is not that of whole sequences."""
-        if not has_twins(x) or x.twins.source != EVALUATION:
+        """A number of an evaluation, or a log of a hook's: told where it is not that of whole sequences."""
+        if not has_twins(x) or x.twins.source not in (EVALUATION, OF_HOOK):
+            return
+        # a loss of a hook's is a rank's own, as that of the model is
+        is_loss = x.requires_grad and x.twins.made_by not in _NO_LOSSES
+        if x.twins.source == OF_HOOK and is_loss:
             return
         own, whole = x.twins.own.detach(), x.twins.whole.detach()
         if own.shape == whole.shape and differ(own, whole):
@@ -274,7 +281,7 @@ class Wholes(Follower):
         dim = first.twins.dim if has_twins(first) and call.name in _CUTS else None
         if dim is not None and own.is_floating_point() and not own.requires_grad:
             return self._begun(own, whole, dim, source)
-        return Twins(own, whole, dim, unscaled, source)
+        return Twins(own, whole, dim, unscaled, source, call.name)
 
     @_looks_on
     def called(self, part: nn.Module, args: tuple, output: Any) -> None:

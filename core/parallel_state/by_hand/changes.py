@@ -34,13 +34,14 @@ _CLAMPS |= {
     "softshrink",
     "hardshrink",
 }
+_SIGNS = {"sign", "sgn"}
 _COMPARISONS = {"lt", "gt", "le", "ge"}
 _ADDITIONS = {"add", "sub", "iadd", "isub", "foreach_add", "foreach_sub"}
 
 
 @dataclass(frozen=True)
 class Change:
-    """kind: "scaled" by numbers, "clamped", "added" to, "applied": added to the parameter itself; or "compared".
+    """kind: "scaled" by numbers, "clamped", "added" to, "applied": added to the weight itself; "compared", "signed".
 
     factor: of a scaling or an update, where that is known without waiting for a device; with what it is compared.
     """
@@ -80,6 +81,8 @@ def _change_of_gradient(
         return None
     if name in _CLAMPS:
         return Change("clamped")
+    if name in _SIGNS:
+        return Change("signed")
     if name in _SCALINGS and all(map(_is_number, values[1:])):
         return Change("scaled", _factor_of(name, values[1:]))
     if name == "zero":
