@@ -35,7 +35,7 @@ class ParameterHooks:
     def _hear(self, heard: Heard) -> None:
         if heard.of_gradient and heard.kind in _OF_WHOLE:
             what = (
-                f"{heard.name} in a hook on the gradient of a parameter, {list(heard.parameter.shape)}, takes that of "
-                "rows which are this context rank's"
+                f"{heard.name} in a hook on the gradient of a parameter, {list(heard.parameter.shape)}, takes that "
+                "of rows which are this context rank's"
             )
             self._owner.tell(what, _REMEDY)

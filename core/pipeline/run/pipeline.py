@@ -364,7 +364,7 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
     def _broadcast_failures(self, call: str) -> FailureBroadcast:
         """Around all that can fail on one rank while others wait for it, the cutting of its batch included."""
         if self._plain_loop is not None:
-            self._plain_loop.before_call()
+            self._plain_loop.before_call(self.num_microbatches if call == "step" else 0)
         self._calls += 1
         self._position = "before its first action"
         return FailureBroadcast(

@@ -64,6 +64,9 @@ class StageArithmetic:
         self._sums.hear(heard)
         self._numbers.hear(heard)
         is_reduction = heard.kind == "reduction"
+        if heard.kind == "scaled":
+            # by its own norm, as a layer's rate is
+            self._reduced_ids.discard(id(heard.parameter))
         if heard.sees_only_shard:
             self._warn_once("a shard", heard.message(*self._modules))
         elif heard.kind == "combined" and heard.of_gradient:

@@ -192,9 +192,10 @@ class PlainLoopWatch:
                 "use an elementwise optimizer (AdamW, SGD), or a pipeline of 1 rank"
             )
 
-    def before_call(self) -> None:
-        """A call of the pipeline begins: what it does with parameters is not by hand."""
+    def before_call(self, microbatches: int = 0) -> None:
+        """A call of the pipeline begins: what it does with parameters is not by hand. microbatches: of a step."""
         self._arithmetic.close()
+        self.updates.begin(microbatches)
 
     def after_step(self) -> None:
         """Raises ValueError, on every rank: gradients were clipped by the norm of one rank's stages."""

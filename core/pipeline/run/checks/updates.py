@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from core.parallel_state.by_hand.hooked import has_hooks
 from core.parallel_state.environment import reading_waits
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
@@ -40,6 +41,9 @@ class StageUpdates:
         # of the trainable parameters, when the last step ended
         self._versions: list[int] | None = None
         self._had_gradients = False
+        # when a step of several microbatches began: the versions, and the values of a weight that has hooks
+        self._before_step: tuple[list[int], Tensor | None, Tensor | None] | None = None
+        self._told_of_writes_inside = False
         self._step = 0
         self._differed = torch.zeros(2, dtype=torch.bool, device=ps.device)
         # of the first parameters of each optimizer
@@ -74,6 +78,35 @@ class StageUpdates:
         if before and rate > 0:
             self._change = math.log(rate / before) + (self._change or 0.0)
 
+    def begin(self, microbatches: int) -> None:
+        """A step of so many microbatches begins; 0: another call."""
+        is_looked_at = (
+            self._compares_writes and microbatches > 1 and not self._told_of_writes_inside
+        )
+        self._before_step = None
+        if is_looked_at:
+            trainable = self._trainable()
+            # `p.data` is written without a version: of the smallest
+            hooked = min(filter(has_hooks, trainable), key=Tensor.numel, default=None)
+            values = hooked.detach().clone() if hooked is not None else None
+            self._before_step = [p._version for p in trainable], hooked, values
+
+    def _look_inside(self) -> None:
+        """Warns of weights that were written while the step ran: an optimizer in backward."""
+        before, self._before_step = self._before_step, None
+        if before is None:
+            return
+        versions, hooked, values = before
+        is_written = hooked is not None and values is not None and not torch.equal(hooked, values)
+        if versions != self._versions or is_written:
+            self._told_of_writes_inside = True
+            warnings.warn(
+                "weights were written inside of a step, by a hook that updates them in backward: other microbatches "
+                "have run their forwards before it, or after it, by the schedule. Such an optimizer needs "
+                "num_microbatches=1; update after the step",
+                stacklevel=5,
+            )
+
     def with_numbers(self, total: Tensor) -> Tensor:
         """float64 [n] -> [n + 13], to be summed over all ranks.
 
@@ -85,6 +118,7 @@ class StageUpdates:
         self._zeros = share_of_zeros(self._modules) if is_watched else None
         before = self._versions
         self._versions = [p._version for p in self._trainable()]
+        self._look_inside()
         written: tuple[float, float] = (0.0, 0.0)
         if self._compares_writes:
             if before and self._had_gradients and len(before) == len(self._versions):
@@ -172,7 +206,7 @@ class StageUpdates:
                 stacklevel=5,
             )
 
-    def _trainable(self) -> list[Tensor]:
+    def _trainable(self) -> list[nn.Parameter]:
         return [p for module in self._modules for p in module.parameters() if p.requires_grad]
 
 
