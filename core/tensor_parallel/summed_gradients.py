@@ -126,9 +126,9 @@ class Penalties:
         if in_backward and has_main_grad(heard.parameter) and heard.kind in _OF_WHOLE:
             self._told = True
             warnings.warn(
-                f"{heard.name} in a hook on the gradient of {name}, which is of this tensor rank's rows under "
-                "sequence parallelism, and summed over the ranks after it: a mask or a factor is right, a limit or a "
-                "norm is of a part. Change p.grad after the backward",
+                f"{heard.name} in a hook on the gradient of {name}, which is of this tensor rank's rows "
+                "(sequence parallelism) or heads, and summed over the ranks after it: a mask or a factor is right, a "
+                "limit or a norm is of a part. Change p.grad after the backward",
                 stacklevel=2,
             )
 

@@ -18,7 +18,7 @@ def clamp(parameter):
 
 
 def trained(zero, passes=1):
-    """Weights after three steps of a GPT whose gradients are clamped as they come; zero: None without DataParallel."""
+    """Weights of a GPT whose gradients are clamped as they come; zero: None without DataParallel."""
     ps = state()
     model = gpt(parallel=ps)
     for parameter in model.parameters():

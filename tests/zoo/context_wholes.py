@@ -22,6 +22,7 @@ HIDDEN = f"{OTHERS}|what a hook on .* makes of hidden states which are this cont
 SIZES = "in a number that only this context rank has"
 LENGTH = "a number of the length of the rows which are this context rank's"
 READ = "over rows which are this context rank.s is read"
+IN_HOOK = "in a hook on the gradient of a parameter"
 WHOLE = "`gather_from_context_region` before, `ContextRows.of` after"
 CLASSES = 3
 
@@ -251,6 +252,42 @@ def between_linears(change):
     return loss_of
 
 
+def logged(read):
+    """A number of hidden states that a hook reads while the model is trained."""
+
+    def look(h, v):
+        read(h)
+        return h
+
+    return steered(look)
+
+
+def penalized(program):
+    """A loss of a hook's, a mean of all rows, whose part is logged as the loss is."""
+    kept = []
+    handle = program.model.decoder.layers[0].register_forward_hook(lambda module, args, h: kept.append(h))
+    loss = program.losses().mean()
+    handle.remove()
+    penalty = kept[0].pow(2).mean()
+    penalty.item()
+    return loss + 0.1 * penalty
+
+
+def with_hooks_on_weights(change):
+    def loss_of(program):
+        for p in program.model.parameters():
+            if not hasattr(p, "is_hooked"):
+                p.register_hook(change)
+                p.is_hooked = True
+        return program.losses().mean()
+
+    return loss_of
+
+
+def clamped(gradient):
+    return gradient.clamp(-1e-3, 1e-3)
+
+
 def cut_weights(program, losses):
     weights = torch.rand(2, 16, generator=torch.Generator().manual_seed(program.step)).double()
     return (losses * ContextRows.of_state(program.ps).of(weights, 1)).mean()
@@ -306,6 +343,20 @@ CASES = [
         remedy="`gather_from_tensor_region` before",
         elsewhere={"2 tensor x 2 context ranks": ("told", "this tensor rank's columns")},
     ),
+    told("a hook's log, `h.norm().item()`", logged(lambda h: h.norm().item()), "is read"),
+    told(
+        "a hook's log, `h.detach().pow(2).mean().sqrt()`",
+        logged(lambda h: (h.detach().pow(2).mean() ** 0.5).item()),
+        "is read",
+    ),
+    told("a hook's log, `(h > 0).sum().item()`", logged(lambda h: (h > 0).sum().item()), "is read"),
+    right("a hook's penalty, a mean, and a log of it", penalized),
+    told(
+        "`p.register_hook(lambda g: g.clamp(-c, c))`", with_hooks_on_weights(lambda g: g.clamp(-1e-3, 1e-3)), IN_HOOK
+    ),
+    told("`p.register_hook(lambda g: g / g.norm())`", with_hooks_on_weights(lambda g: g / (1 + g.norm())), IN_HOOK),
+    told("`p.register_hook(torch.sign)`", with_hooks_on_weights(torch.sign), IN_HOOK),
+    right("`p.register_hook(lambda g: 0.5 * g)`", with_hooks_on_weights(lambda g: 0.5 * g)),
     right("a mean of torch's, and one by all ranks' tokens", counted),
     right("the same, `squares *= ranks`", counted_in_place),
     right("`losses.sum() * world_size / n.item()`, n of the world", by_the_world),

@@ -5,6 +5,7 @@ from tests.zoo import (
     tools_autograd,
     tools_by_hand,
     tools_by_rows,
+    tools_in_backward,
     tools_optimizers,
     tools_weights,
     tools_wrappers,
@@ -19,6 +20,7 @@ CASES = [
     *tools_wrappers.CASES,
     *tools_by_hand.CASES,
     *tools_by_rows.CASES,
+    *tools_in_backward.CASES,
     *tools_any_step.CASES,
 ]
 FAMILY = Family(

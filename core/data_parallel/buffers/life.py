@@ -29,8 +29,8 @@ class Phase(IntEnum):
         if self is not Phase.OPEN:
             raise ValueError(
                 "DataParallel: a second step or finish() after 1 zero_grad() would sum again what is already summed; "
-                "call zero_grad() after each optimizer step (microbatches are how to accumulate); that of an optimizer "
-                "of some parameters leaves the others' gradients: model.zero_grad()"
+                "call zero_grad() after each optimizer step (microbatches are how to accumulate), model.zero_grad() "
+                "where an optimizer has some of the parameters"
             )
 
     def drops(self, name: str) -> bool:

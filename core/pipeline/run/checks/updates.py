@@ -80,11 +80,10 @@ class StageUpdates:
 
     def begin(self, microbatches: int) -> None:
         """A step of so many microbatches begins; 0: another call."""
-        is_looked_at = (
-            self._compares_writes and microbatches > 1 and not self._told_of_writes_inside
-        )
+        # steps 1, 2, 4, 8 ...: values of a device are waited for
+        is_watched = not (self._step + 1) & self._step and self._compares_writes
         self._before_step = None
-        if is_looked_at:
+        if is_watched and microbatches > 1 and not self._told_of_writes_inside:
             trainable = self._trainable()
             # `p.data` is written without a version: of the smallest
             hooked = min(filter(has_hooks, trainable), key=Tensor.numel, default=None)
