@@ -355,7 +355,7 @@ CASES = [
         "`p.register_hook(lambda g: g.clamp(-c, c))`", with_hooks_on_weights(lambda g: g.clamp(-1e-3, 1e-3)), IN_HOOK
     ),
     told("`p.register_hook(lambda g: g / g.norm())`", with_hooks_on_weights(lambda g: g / (1 + g.norm())), IN_HOOK),
-    told("`p.register_hook(torch.sign)`", with_hooks_on_weights(torch.sign), IN_HOOK),
+    told("`p.register_hook(torch.sign)`", with_hooks_on_weights(lambda g: torch.sign(g)), IN_HOOK),
     right("`p.register_hook(lambda g: 0.5 * g)`", with_hooks_on_weights(lambda g: 0.5 * g)),
     right("a mean of torch's, and one by all ranks' tokens", counted),
     right("the same, `squares *= ranks`", counted_in_place),

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from core.autograd.graph import nodes_behind
 from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.collectives import all_gather
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.kept_by_hooks import name_of_kept
 from core.pipeline.run.checks.plain_loop import parameters_of
@@ -31,6 +32,8 @@ class LossWatch:
         self._is_first = True
         # the program's, until its first step is over
         self._loss_fn: Callable[..., Any] | None = None
+        self._was_called = False
+        self._group, self._device = ps.group("pp"), ps.device
 
     def around(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
         """`loss_fn`, looked at; itself from the second step on."""
@@ -43,7 +46,7 @@ class LossWatch:
         self._loss_fn = loss_fn
 
         def listened(*arguments: Any) -> Any:
-            self._loss_fn = None
+            self._was_called = True
             by_hand.open(parameters_of(self._modules))
             try:
                 return self._look_at_graph(loss_fn, *arguments)
@@ -53,10 +56,17 @@ class LossWatch:
         return listened
 
     def after_step(self) -> None:
-        """Warn where hooks keep for `loss_fn` what this rank, which has not called it, has of other stages."""
+        """Warn where hooks keep for `loss_fn` what the ranks that do not call it have, and its rank has not got.
+
+        After the first step an all-gather of one number over pp.
+        """
         loss_fn, self._loss_fn = self._loss_fn, None
-        name = name_of_kept(loss_fn) if loss_fn is not None else None
-        if name is not None:
+        if loss_fn is None or self._group is None:
+            return
+        name = name_of_kept(loss_fn)
+        reads_its_own = torch.tensor([float(self._was_called and name is not None)])
+        of_ranks = all_gather(reads_its_own.to(self._device), self._group)
+        if name is not None and not of_ranks.any():
             self._warn_once(
                 f"loss_fn reads {name}, which keeps activations of this rank's stages (of a hook or a module): it is "
                 "called on the rank of the last stage, which has not got them, and they are in no loss. Let each "

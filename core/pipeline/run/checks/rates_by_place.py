@@ -44,7 +44,9 @@ def share_of_zeros(modules: Sequence[nn.Module]) -> tuple[float, float] | None:
     None: nothing is pruned, or each matrix by itself, to one share. A threshold over all of them gives each another.
     """
     masks = [b for module in modules for n, b in module.named_buffers() if n.endswith("_mask")]
-    matrices = masks or [p.detach() for module in modules for p in module.parameters()]
+    # those that ZeRO stage 3 has freed are of another class
+    weights = [p for module in modules for p in module.parameters() if type(p) is nn.Parameter]
+    matrices = masks or [p.detach() for p in weights]
     matrices = [x for x in matrices if x.dim() > 1 and x.numel() and x.layout is torch.strided]
     if not matrices:
         return None
