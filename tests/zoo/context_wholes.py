@@ -284,6 +284,13 @@ def with_hooks_on_weights(change):
     return loss_of
 
 
+def ramped(program):
+    """Weights by place, in the shape of the losses."""
+    losses = program.losses()
+    weights = torch.linspace(0.5, 1.5, losses.shape[1]).double()[None].expand_as(losses)
+    return (losses * weights).sum() / weights.sum()
+
+
 def clamped(gradient):
     return gradient.clamp(-1e-3, 1e-3)
 
@@ -350,6 +357,7 @@ CASES = [
         "is read",
     ),
     told("a hook's log, `(h > 0).sum().item()`", logged(lambda h: (h > 0).sum().item()), "is read"),
+    told("`weights.expand_as(losses)` of a `linspace`", ramped, "the same on all 2 context ranks"),
     right("a hook's penalty, a mean, and a log of it", penalized),
     told(
         "`p.register_hook(lambda g: g.clamp(-c, c))`", with_hooks_on_weights(lambda g: g.clamp(-1e-3, 1e-3)), IN_HOOK

@@ -114,6 +114,7 @@ CASES = [
         remedy="`p.grad` after the backward",
         elsewhere=only_split("told", "summed over the ranks after it"),
     ),
+    Case("`p.register_hook(kept.append)` in a DataParallel", before_the_sum([].append)),
     Case("`p.register_hook(lambda g: g * 0.5)` in a DataParallel", before_the_sum(lambda g: g * 0.5)),
     *by_hand("`dist.all_reduce(p.grad)` over all, in place", averaged, PUT_TOGETHER),
     *by_hand("torch's functional `all_reduce(p.grad)` over all", averaged_by_functions, PUT_TOGETHER),

@@ -5,6 +5,7 @@ from torch import nn
 from core.context_parallel.rows.owner import Owner
 from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.by_hand.hooked import has_hooks
+from core.parallel_state.layout import layout_of
 
 # of a sum they are not what the sum of theirs is
 _OF_WHOLE = ("clamped", "compared", "signed", "reduction")
@@ -22,8 +23,8 @@ class ParameterHooks:
         self._by_hand = ByHand(self._hear, gradients=True)
 
     def attach(self, model: nn.Module) -> None:
-        """Listen until `detach`; without hooks it costs nothing."""
-        hooked = [parameter for parameter in model.parameters() if has_hooks(parameter)]
+        """Listen until `detach`; without hooks it costs nothing. Of what tensor ranks split a `SplitWatch` hears."""
+        hooked = [p for p in model.parameters() if has_hooks(p) and not _is_part(p)]
         if hooked:
             self._by_hand.open_for_hooks(hooked)
 
@@ -39,3 +40,7 @@ class ParameterHooks:
                 "of rows which are this context rank's"
             )
             self._owner.tell(what, _REMEDY)
+
+
+def _is_part(parameter: nn.Parameter) -> bool:
+    return tuple(parameter.shape) != layout_of(parameter).padded_shape()

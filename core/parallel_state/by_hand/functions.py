@@ -110,7 +110,9 @@ def is_foreign(hook: Any) -> bool:
     """Whether a hook is a program's, not torch's or our own."""
     while isinstance(hook, partial):
         hook = hook.func
-    return not getattr(hook, "__module__", type(hook).__module__).startswith(("core.", "torch."))
+    # a list's `append` has no module
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return not module.startswith(("core.", "torch."))
 
 
 def kind_of_call(name: str, result: Any) -> str | None:
