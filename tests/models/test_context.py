@@ -119,7 +119,7 @@ def test_batches_that_would_be_wrong_are_refused_with_the_remedy(ranks):
     expected = {
         "without positions": "context_batch(batch, ps) cuts a batch",
         "bool mask": "give document_begin",
-        "whole sequences": "sequence length 32 is more than max_sequence_length=16",
+        "whole sequences": "max_sequence_length=16 (16 on each of 2 context ranks; context_batch cuts",
         "whole sequences in a longer model": "2 context ranks were given the same 16 rows",
         "after its token": "document_begin[0, 0] is 1 for row 0",
         "decreasing": "begins never decrease",

@@ -18,6 +18,7 @@ from core.models.gpt.inputs import (
     check_tokens,
     check_values,
     one_of_two,
+    refuse_length,
 )
 from core.models.gpt.layer_numbers import stack_of, stage_layers
 from core.models.gpt.weights import ModelWeights
@@ -351,10 +352,7 @@ class GPTModel(ModelWeights):
             s, b = tokens.shape[0] * tp, tokens.shape[1]
         ranks = 1 if self.stage.whole_sequences else self.parallel.size("cp")
         if s * ranks > self.max_sequence_length:
-            raise ValueError(
-                f"sequence length {s * ranks} is more than max_sequence_length={self.max_sequence_length}; shorten "
-                "the sequences or build the model with more positions"
-            )
+            refuse_length(s, ranks, self.max_sequence_length)
         if s % tp:
             raise ValueError(
                 f"sequence length {s} does not divide over {tp} tensor-parallel ranks; pad it to {-(-s // tp) * tp}, "

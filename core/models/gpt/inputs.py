@@ -2,6 +2,7 @@
 
 import hashlib
 import warnings
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -294,3 +295,14 @@ class FirstInputs:
                     "is meant",
                     stacklevel=4,
                 )
+
+
+def refuse_length(rows: int, ranks: int, longest: int) -> NoReturn:
+    """Raise ValueError: so many rows on each context rank are more than the model has positions."""
+    given = (
+        f" ({rows} on each of {ranks} context ranks; context_batch cuts what one process is given)"
+    )
+    raise ValueError(
+        f"sequence length {rows * ranks} is more than max_sequence_length={longest}{given * (ranks > 1)}; shorten the "
+        "sequences or build the model with more positions"
+    )
