@@ -299,10 +299,8 @@ class FirstInputs:
 
 def refuse_length(rows: int, ranks: int, longest: int) -> NoReturn:
     """Raise ValueError: so many rows on each context rank are more than the model has positions."""
-    given = (
-        f" ({rows} on each of {ranks} context ranks; context_batch cuts what one process is given)"
-    )
+    given = f" ({rows} on each of {ranks} context ranks; context_batch cuts those of one process)"
     raise ValueError(
-        f"sequence length {rows * ranks} is more than max_sequence_length={longest}{given * (ranks > 1)}; shorten the "
-        "sequences or build the model with more positions"
+        f"sequence length {rows * ranks} is more than max_sequence_length={longest}{given * (ranks > 1)}; shorten "
+        "the sequences or build the model with more positions"
     )

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 # of a container: more are no names of layers
 _MOST = 10_000
+_NO_OBJECTS = (type, nn.Module, FunctionType, ModuleType)
 
 
 def name_of_kept(loss_fn: Callable[..., Any]) -> str | None:
@@ -54,7 +55,7 @@ def _inside(value: Any) -> Iterator[Any]:
         held = list(value.values())
     elif isinstance(value, (list, tuple, set)):
         held = list(value)
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, FunctionType)):
+    elif hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS):
         held = list(vars(value).values())
     else:
         return
