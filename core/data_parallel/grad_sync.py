@@ -20,6 +20,7 @@ from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.changes import ChangesByHand
 from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot
 from core.data_parallel.buffers.life import Phase
+from core.data_parallel.buffers.norms import Scalings
 from core.data_parallel.buffers.rounds import Round, after_backward
 from core.data_parallel.buffers.shown import borrowed, go_on
 
@@ -89,6 +90,7 @@ class GradientSums:
         self._hooked: list[ParameterSlot] = []
         self._told_of_graph = False
         self.phase, self.changes = Phase.OPEN, ChangesByHand()
+        self.scalings = Scalings()
         # whether a part of what is to be summed has been summed before
         self.goes_on = self._adds_to_step = False
         # those that the program has zeroed since their sums ended

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.changes import ChangesByHand
 from core.data_parallel.buffers.life import Phase
-from core.data_parallel.buffers.norms import global_norms, warn_of_scaling, warn_of_whole_norm
+from core.data_parallel.buffers.norms import Scalings, global_norms, warn_of_whole_norm
 from core.data_parallel.buffers.operations import (
     ADDS,
     ELEMENTWISE,
@@ -46,6 +46,7 @@ class Sums(Protocol):
 
     phase: Phase
     changes: ChangesByHand
+    scalings: Scalings
     sum_and_average: Callable[[], None]
     meet: Callable[[str, Any], None]
     zeroed_by_hand: "set[ParameterSlot]"
@@ -53,7 +54,6 @@ class Sums(Protocol):
     @property
     def has_executor(self) -> bool:
         """Whether an executor drives this step."""
-        ...
 
     def contribute(self, slot: "ParameterSlot", gradient: Tensor) -> None:
         """Add to a gradient, inside of a backward."""
@@ -301,7 +301,7 @@ class BucketGradient(ToldSizes):
             norms = [norm.to(leaf.dtype) for norm, leaf in zip(norms, ours, strict=True)]
             return norms if func is aten._foreach_norm.Scalar else norms[0]
         if func in SCALES and isinstance(args[1], Tensor):
-            warn_of_scaling(slots[0].buffer.ps.size("pp"))
+            slots[0].sums.scalings.hear(slots[0].buffer.ps.size("pp"), args[1], len(slots))
 
         if local:
             for changes in dict.fromkeys(slot.sums.changes for slot in slots):

@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+import weakref
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -90,12 +91,22 @@ def warn_of_whole_norm(parameters: Sequence[Parameter]) -> None:
         )
 
 
-def warn_of_scaling(stages: int) -> None:
-    """Gradients are scaled by a tensor, as `clip_grad_norm_` does: on a pipeline by a norm of some of its stages."""
-    if stages > 1:
-        warnings.warn(
-            f"the gradients of 1 of {stages} pipeline ranks are scaled by a tensor: torch.nn.utils.clip_grad_norm_ "
-            "takes the norm of this rank's stages, and every rank scales by its own; OptimizerConfig(clip_grad=...) "
-            "clips by the norm of the model, and step() returns it",
-            stacklevel=4,
-        )
+class Scalings:
+    """Tensors by which a program scales gradients of one model."""
+
+    def __init__(self) -> None:
+        self._last: weakref.ref[Tensor] | None = None
+        self._told = False
+
+    def hear(self, stages: int, factor: Tensor, count: int) -> None:
+        """Of `count` gradients: one tensor for several is, on a pipeline, of a norm of some stages. Warns once."""
+        of_several = count > 1 or (self._last is not None and self._last() is factor)
+        self._last = weakref.ref(factor)
+        if stages > 1 and of_several and not self._told:
+            self._told = True
+            warnings.warn(
+                f"the gradients of 1 of {stages} pipeline ranks are scaled by a tensor: torch.nn.utils."
+                "clip_grad_norm_ takes the norm of this rank's stages, and every rank scales by its own; "
+                "OptimizerConfig(clip_grad=...) clips by the norm of the model, and step() returns it",
+                stacklevel=4,
+            )

@@ -15,6 +15,9 @@ from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
+# leading elements
+_COMPARED = 8
+
 
 class _Matrix(NamedTuple):
     """A trained matrix of one pipeline rank, as other ranks hear of it."""
@@ -24,6 +27,8 @@ class _Matrix(NamedTuple):
     name: str
     shape: tuple[int, ...]
     is_embedding: bool
+    # its first values over the first of all, empty where one is 0: of another shape, or deviation, they are the same
+    begin: tuple[float, ...]
 
 
 def _is_marked(parameter: nn.Parameter) -> bool:
@@ -48,7 +53,14 @@ def _unmarked_matrices(modules: Mapping[int, nn.Module]) -> list[_Matrix]:
                     assert parameter is not None
                     parameters[stage, full_name] = parameter, isinstance(submodule, nn.Embedding)
     return [
-        _Matrix(int(checksum(parameter)), stage, name, tuple(parameter.shape), is_embedding)
+        _Matrix(
+            int(checksum(parameter)),
+            stage,
+            name,
+            tuple(parameter.shape),
+            is_embedding,
+            _begin_of(parameter),
+        )
         for (stage, name), (parameter, is_embedding) in parameters.items()
         if not _is_constant(parameter)
     ]
@@ -93,7 +105,8 @@ def tell_of_twins(modules: Mapping[int, nn.Module], ps: ParallelState) -> bool:
     """
     # (checksum, shape) -> (rank, matrix)
     first_by_content: dict[tuple, tuple[int, _Matrix]] = {}
-    twins = []
+    first_by_begin: dict[tuple, tuple[int, _Matrix]] = {}
+    twins, drawn_alike = [], []
     for rank, matrices in enumerate(
         all_gather_objects(_unmarked_matrices(modules), ps.group("pp"))
     ):
@@ -101,6 +114,9 @@ def tell_of_twins(modules: Mapping[int, nn.Module], ps: ParallelState) -> bool:
             first = first_by_content.setdefault((matrix.checksum, matrix.shape), (rank, matrix))
             if first[0] != rank:
                 twins.append((first, (rank, matrix)))
+            first = first_by_begin.setdefault(matrix.begin, (rank, matrix))
+            if first[0] != rank and matrix.begin:
+                drawn_alike.append((first, (rank, matrix)))
     if twins:
         # an embedding is the likelier one to be meant as tied: warn of that first
         with_embedding = [
@@ -108,7 +124,22 @@ def tell_of_twins(modules: Mapping[int, nn.Module], ps: ParallelState) -> bool:
         ]
         first, second = (with_embedding or twins)[0]
         warnings.warn(_twins_warning(first, second), stacklevel=4)
-    return bool(twins)
+    elif drawn_alike:
+        (first_rank, a), (second_rank, b) = drawn_alike[0]
+        warnings.warn(
+            f"{a.name} of stage {a.stage} and {b.name} of stage {b.stage} begin with the same draws, on pipeline "
+            f"ranks {first_rank} and {second_rank}: initial values were drawn by hand from one seed on both, and the "
+            "numbers of one stage stand in another's. Seed by stage; a GPTModel's own are those of one process",
+            stacklevel=4,
+        )
+    return bool(twins or drawn_alike)
+
+
+def _begin_of(matrix: Tensor) -> tuple[float, ...]:
+    values = matrix.detach().reshape(-1)[:_COMPARED].double().tolist()
+    if len(values) < _COMPARED or 0.0 in values:
+        return ()
+    return tuple(float(f"{x / values[0]:.3g}") for x in values)
 
 
 def _is_constant(matrix: Tensor) -> bool:
