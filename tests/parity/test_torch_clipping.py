@@ -1,5 +1,7 @@
 """torch's own clip_grad_norm_ on a DataParallel takes the norm of the model, over data and tensor ranks."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -55,8 +57,17 @@ def on_a_pipeline():
         {"tokens": tokens, "labels": labels}, next_token_loss
     )
     parameters = [p for stage in stages.values() for p in stage.parameters()]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*are scaled by a tensor")
+        for p in parameters:
+            p.grad.mul_(0.5 / (p.grad.norm() + 1))
     with pytest.warns(UserWarning, match="of 1 of 2 pipeline ranks are scaled by a tensor"):
         torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    factor = torch.tensor(0.5)
+    with warnings.catch_warnings(record=True, action="always") as told:
+        for p in parameters:
+            p.grad.mul_(factor)
+    assert not any("scaled by a tensor" in str(w.message) for w in told), "once"
 
 
 def test_on_a_pipeline_it_is_told(ranks):

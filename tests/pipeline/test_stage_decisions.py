@@ -396,3 +396,28 @@ def updated_in_backward(microbatches, through_data):
 def test_an_optimizer_in_backward_wants_one_microbatch(ranks, microbatches, through_data):
     for messages in ranks(updated_in_backward, microbatches, through_data, world=2):
         assert len(messages) == (microbatches > 1)
+
+
+def drawn(how):
+    """What a pipeline says of stages whose weights were drawn by hand."""
+    ps = state(pp=2)
+    stage = ps.index("pp")
+    module = nn.Sequential(nn.Linear(4, 6 + stage), nn.Linear(6 + stage, 4))
+    generator = torch.Generator().manual_seed(0 if how != "seeds" else stage)
+    with torch.no_grad():
+        for number, layer in enumerate(module):
+            layer.weight.normal_(std=0.1 + number + stage, generator=generator)
+            if how == "padded":
+                layer.weight[0] = 0
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        Pipeline({stage: module}, ps=ps, schedule="1f1b", num_microbatches=2).close()
+    return [str(w.message) for w in found if "the same draws" in str(w.message)]
+
+
+@pytest.mark.parametrize("how", ["one seed", "seeds", "padded"])
+def test_weights_that_one_seed_has_drawn_on_two_stages(ranks, how):
+    """Their shapes and deviations differ; zeros say nothing."""
+    for messages in ranks(drawn, how, world=2):
+        assert len(messages) == (how == "one seed")
+        assert not messages or "0.weight of stage 0 and 0.weight of stage 1" in messages[0]
