@@ -51,6 +51,11 @@ def one_norm(model):
     return next(model.parameters()).grad.norm().item()
 
 
+def own_norms(model):
+    for p in model.parameters():
+        p.grad.div_(p.grad.norm() + 1)
+
+
 def said_of(look, zero_stage):
     """What is told while a loop looks at gradients before each update; nobody listens to parameters in the end."""
     ps = state(pp=2)
@@ -82,7 +87,7 @@ def test_numbers_of_one_ranks_stages_are_told_once(ranks, look, world, zero_stag
 
 
 @pytest.mark.parametrize("zero_stage", [1, 3])
-@pytest.mark.parametrize("look", [nothing, signs, one_norm])
+@pytest.mark.parametrize("look", [nothing, signs, one_norm, own_norms])
 def test_right_loops_hear_nothing(ranks, look, zero_stage):
     assert not any(ranks(said_of, look, zero_stage, world=4))
 
