@@ -3,7 +3,6 @@
 import dis
 import sys
 import warnings
-from collections import defaultdict
 from functools import lru_cache
 from types import CodeType
 from typing import Any
@@ -53,17 +52,26 @@ def _comprehensions(code: CodeType) -> list[CodeType]:
 
 @lru_cache(256)
 def _asks_whether_one(code: CodeType, torch_class: str, *here: str) -> bool:
-    """Whether a line asks `isinstance` with this class, or with a name that another line gives to it."""
+    """Whether `isinstance` is asked with this class, or with a name that a line gives to it."""
     if not all(names_class_of_torch(code, torch_class, name) for name in here):
         return False
-    named: dict[int | None, set[str]] = defaultdict(set)
-    given: dict[int | None, set[str]] = defaultdict(set)
+    asked: set[str] = set()
+    choices = {torch_class}
+    # between `isinstance` and its call; between the class and the end of its line, if nothing is called there
+    in_question = False
+    line_of_class: int | None = None
     for each in dis.get_instructions(code):
         line = each.positions.lineno if each.positions else None
         # two that Python loads at once are a tuple
-        names = each.argval if isinstance(each.argval, tuple) else (each.argval,)
-        of_line = given if each.opname.startswith("STORE_") else named
-        of_line[line].update(name for name in names if isinstance(name, str))
-    asked = [names for names in named.values() if "isinstance" in names]
-    choices = {torch_class}.union(*(given[line] for line in [*named] if torch_class in named[line]))
-    return any(names & choices for names in asked)
+        names = {*(each.argval if isinstance(each.argval, tuple) else (each.argval,))}
+        is_call = each.opname.startswith("CALL")
+        in_question = (in_question and not is_call) or "isinstance" in names
+        if in_question:
+            asked |= names
+        elif torch_class in names:
+            line_of_class = line
+        elif is_call or line != line_of_class:
+            line_of_class = None
+        elif each.opname.startswith("STORE_"):
+            choices |= names
+    return bool(asked & choices)
