@@ -1,9 +1,10 @@
 """One layer of a transformer, and a run of them."""
 
+import linecache
 import re
 import sys
 import warnings
-from collections.abc import ItemsView, Iterator, Mapping, ValuesView
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import replace
 from typing import Any
 
@@ -93,10 +94,12 @@ class SandwichNormLayer(TransformerLayer):
 
 
 _COUNTED = re.compile(r"\blen\(")
-_ENUMERATED = re.compile(r"\benumerate\(")
 # the place of a layer among those of a stage
 _TAKEN = "layers are taken, or counted, by their place in this stage"
 _BY_PLACE = re.compile(r"\benumerate\(|\bzip\(|\bnext\(|[\])]\s*\[")
+# two models' layers are paired by their names
+_OF_NAMES = re.compile(r"\benumerate\(|\bnext\(|[\])]\s*\[")
+_NAMED = re.compile(r"^\s*(\w+)\s*=\s*(?:\[|\(|list\(|tuple\()")
 
 
 class Layers(nn.ModuleDict):
@@ -140,10 +143,25 @@ class Layers(nn.ModuleDict):
         self._look_for(_BY_PLACE, _TAKEN, sys._getframe(1))
         return super().values()
 
+    def children(self) -> Iterator[nn.Module]:
+        """The layers, as a module's."""
+        self._look_for(_BY_PLACE, _TAKEN, sys._getframe(1))
+        return super().children()
+
+    def keys(self) -> KeysView[str]:
+        """Names, which are numbers."""
+        self._look_for(_OF_NAMES, _TAKEN, sys._getframe(1))
+        return super().keys()
+
     def items(self) -> ItemsView[str, nn.Module]:
         """Names, which are numbers, and layers."""
-        self._look_for(_ENUMERATED, _TAKEN, sys._getframe(1))
+        self._look_for(_OF_NAMES, _TAKEN, sys._getframe(1))
         return super().items()
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The same, as a module's."""
+        self._look_for(_OF_NAMES, _TAKEN, sys._getframe(1))
+        return super().named_children()
 
     def __iter__(self) -> Iterator[nn.Module]:
         """Over the layers, as a list's: `for layer in model.decoder.layers`."""
@@ -154,7 +172,8 @@ class Layers(nn.ModuleDict):
         """Tell of what the program's line does with a stage's layers."""
         if self._told or self.are_all or not called_by_program(frame):
             return
-        if use.search(line_of_program(frame)):
+        line = line_of_program(frame)
+        if use.search(line) or (use is not _COUNTED and _is_subscripted(line, frame)):
             self._told = True
             warnings.warn(
                 f"{says}; {self._share()}. The names are the layers' numbers in the whole model, `for number, layer "
@@ -165,6 +184,17 @@ class Layers(nn.ModuleDict):
     def _share(self) -> str:
         numbers = [*self._modules]
         return f"this stage has {f'{numbers[0]} to {numbers[-1]}' if numbers else 'none'} of {self.num_layers} layers"
+
+
+def _is_subscripted(line: str, frame: Any) -> bool:
+    """Whether the program's line gives a list a name of which the program takes something by number elsewhere."""
+    named = _NAMED.match(line)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "core.")):
+        frame = frame.f_back
+    if named is None or frame is None:
+        return False
+    source = "".join(linecache.getlines(frame.f_code.co_filename))
+    return re.search(rf"\b{named[1]}\[", source) is not None
 
 
 def _refuse_names_of_both_kinds(build: Build, layers: Layers) -> None:

@@ -101,6 +101,11 @@ def said_of_layers(use):
     return [str(w.message) for w in told]
 
 
+def last_of_a_list(layers):
+    found = list(layers)
+    return found[-1]
+
+
 USES = {
     "len": lambda layers: len(layers),
     "enumerate": lambda layers: [i for i, layer in enumerate(layers.values())],
@@ -108,6 +113,13 @@ USES = {
     "list": lambda layers: list(layers),
     "enumerated in a loop": lambda layers: [i for i, layer in enumerate(layers)],
     "enumerated items": lambda layers: [i for i, (_, layer) in enumerate(layers.items())],
+    "last item": lambda layers: list(layers.items())[-1],
+    "last key": lambda layers: list(layers.keys())[-1],
+    "last child": lambda layers: list(layers.children())[-1],
+    "last named child": lambda layers: list(layers.named_children())[-1],
+    "two lines": last_of_a_list,
+    "items of two": lambda layers: [*zip(layers.items(), layers.items())],  # noqa: B905
+    "applied": lambda layers: layers.apply(lambda module: None),
     "with others": lambda layers: [*zip(layers, range(9))],  # noqa: B905
     "loop": lambda layers: [layer.eval() for layer in layers],
     "all": lambda layers: [layer.eval() for layer in layers.values()],
@@ -119,7 +131,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_layers_that_are_taken_by_their_place_in_a_stage_are_told(ranks, use):
     """A decay by depth, an initial value by depth, the first layer frozen: on each stage they would begin again."""
-    by_place = use in ("len", "enumerate", "enumerated in a loop", "enumerated items", "with others", "first")
+    by_place = use not in ("list", "loop", "all", "by number", "modules", "applied", "items of two")
     for rank, messages in enumerate(ranks(said_of_layers, use, world=2)):
         assert len(messages) == by_place
         if by_place:

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils import prune
 
@@ -278,7 +279,57 @@ def rates_by_index(counts_all):
     )
 
 
-@pytest.mark.parametrize("choose", [half_frozen, rates_by_index])
+class Stage(nn.Module):
+    """Layers between others."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, input):
+        x = self.first(input)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def last_layer_trained(counts_all):
+    ps = state(pp=2)
+    torch.manual_seed(ps.index("pp"))
+    module = Stage().requires_grad_(False)
+    if not counts_all or ps.index("pp"):
+        module.layers[-1].requires_grad_(True)
+    else:
+        module.last.requires_grad_(True)  # without a gradient a stage has nothing to do
+    return train(module, ps, groups=[{"params": [p], "lr": 0.01} for p in module.parameters()])
+
+
+def collected(over_data_ranks):
+    """Gradients averaged by hand."""
+    ps = state(pp=2)
+    module = stage_of_layers(ps)
+    pipeline = Pipeline({ps.index("pp"): module}, ps=ps, schedule="1f1b", num_microbatches=2)
+    group = None if not over_data_ranks else dist.new_subgroups(group_size=1)[0]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(2):
+            result = pipeline.step(batch(step), loss_of([]))
+            for p in module.parameters():
+                p.grad.div_(float(result.num_tokens))
+                dist.all_reduce(p.grad, group=group)
+    pipeline.close()
+    return [str(w.message) for w in found if "of other stages" in str(w.message)]
+
+
+@pytest.mark.parametrize("over_data_ranks", [False, True])
+def test_gradients_that_are_averaged_over_stages(ranks, over_data_ranks):
+    for messages in ranks(collected, over_data_ranks, world=2):
+        assert len(messages) == (not over_data_ranks)
+        assert over_data_ranks or messages[0].startswith("all_reduce by hand puts together")
+
+
+@pytest.mark.parametrize("choose", [half_frozen, rates_by_index, last_layer_trained])
 @pytest.mark.parametrize("counts_all", [False, True])
 def test_what_is_chosen_by_the_order_of_a_stages_parameters(ranks, choose, counts_all):
     """The first half of each stage is not the first half of the model; by its whole order nothing is said."""

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
+from core.parallel_state.collectives.groups import ranks_of
+from core.parallel_state.layout import layout_of
+from core.parallel_state.state import ParallelState
 
 # steps between two looks at an accelerator's numbers: each look waits for it
 READ_EVERY = 64
@@ -28,7 +31,8 @@ class StageArithmetic:
     same goes for norms, products and random draws of a weight that tensor ranks split. Each kind is told once.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], sums: Hears) -> None:
+    def __init__(self, ps: ParallelState, modules: Sequence[nn.Module], sums: Hears) -> None:
+        self._pipeline = ps.group("pp")
         self._modules = modules
         self._sums = sums
         self._parameters = [p for module in modules for p in module.parameters()]
@@ -67,6 +71,13 @@ class StageArithmetic:
         if heard.kind == "scaled":
             # by its own norm, as a layer's rate is
             self._reduced_ids.discard(id(heard.parameter))
+        if heard.kind == "sum" and self._mixes_stages(heard):
+            self._warn_once(
+                "stages",
+                f"{heard.name} by hand puts together weights or gradients of other stages: pipeline ranks hold other "
+                "layers. Average gradients over group=parallel_state.get_data_parallel_group(with_context_parallel="
+                "True), or give the Pipeline a grad_sync, which does it",
+            )
         if heard.sees_only_shard:
             self._warn_once("a shard", heard.message(*self._modules))
         elif heard.kind == "combined" and heard.of_gradient:
@@ -82,6 +93,12 @@ class StageArithmetic:
             self._reduced_ids.add(id(heard.parameter))
             if len(self._reduced_ids) > 1 or heard.joined:
                 self._warn_of_gradients()
+
+    def _mixes_stages(self, heard: Heard) -> bool:
+        """Whether a collective is over several pipeline ranks; the two ends of a tied table are one parameter."""
+        if self._pipeline is None or "embedding" in layout_of(heard.parameter).partial:
+            return False
+        return len({*ranks_of(heard.group)} & {*self._pipeline.ranks}) > 1
 
     def _warn_of_gradients(self) -> None:
         self._warn_once(

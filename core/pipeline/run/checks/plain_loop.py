@@ -173,7 +173,7 @@ class PlainLoopWatch:
         self._scales = ScaleWatch(ps, modules) if owns_updates else None
         self.updates = StageUpdates(ps, modules, compares_writes=owns_updates)
         self._ps = ps
-        self._arithmetic = StageArithmetic(modules, sums)
+        self._arithmetic = StageArithmetic(ps, modules, sums)
         self._steps = 0
         self._told_of_numbers = False
         self._extremes: list[HostCopy] = []

@@ -1,7 +1,7 @@
 """What a program chose by the order in one rank's stages: rates, frozen layers and pruned weights."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
@@ -11,31 +11,43 @@ from torch.optim import Optimizer
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def rates_by_place(modules: Sequence[nn.Module], optimizer: Optimizer) -> float | None:
-    """A number that says where the rates of a stage's parameters begin, and whether they grow; frozen is 0.
+def rates_by_place(
+    modules: Sequence[nn.Module], optimizer: Optimizer
+) -> tuple[float | None, float | None]:
+    """Numbers that say where the rates of a stage's parameters begin, and whether they grow; frozen is 0.
 
-    None: in no stage of several layers they grow, or shrink, from the first parameter to the last.
+    Of all parameters of a stage, and of its layers alone. None: in no stage of several layers they grow, or shrink,
+    from the first parameter to the last.
     """
     rates: dict[int, float] = {}
     for group in optimizer.param_groups:
         if isinstance(group.get("lr"), (int, float)):
             rates |= dict.fromkeys(map(id, group["params"]), float(group["lr"]))
+    of_all = of_layers = None
     for module in modules:
-        parameters = list(module.parameters())
-        of_all = [rates.get(id(p)) if p.requires_grad else 0.0 for p in parameters]
-        # those of another optimizer have rates of their own
-        known = [rate for rate in of_all if rate is not None]
-        ways = {math.copysign(1, b - a) for a, b in pairwise(known) if a != b}
-        if len(ways) == 1 and _has_layers(module):
-            return ways.pop() * (1 + known[0])
-    return None
+        layers = _layers_of(module)
+        if layers:
+            of_all = of_all or _course(module.parameters(), rates)
+            of_layers = of_layers or _course((p for x in layers for p in x.parameters()), rates)
+    return of_all, of_layers
 
 
-def _has_layers(module: nn.Module) -> bool:
-    lists = [part for part in module.modules() if isinstance(part, _LISTS)]
-    return any(
-        sum(any(True for _ in x.parameters()) for x in part.children()) > 1 for part in lists
-    )
+def _course(parameters: Iterable[nn.Parameter], rates: dict[int, float]) -> float | None:
+    of_all = [rates.get(id(p)) if p.requires_grad else 0.0 for p in parameters]
+    # those of another optimizer have rates of their own
+    known = [rate for rate in of_all if rate is not None]
+    ways = {math.copysign(1, b - a) for a, b in pairwise(known) if a != b}
+    return ways.pop() * (1 + known[0]) if len(ways) == 1 else None
+
+
+def _layers_of(module: nn.Module) -> list[nn.Module]:
+    """Those of the first list that has several with parameters."""
+    for part in module.modules():
+        if isinstance(part, _LISTS):
+            layers = [x for x in part.children() if any(True for _ in x.parameters())]
+            if len(layers) > 1:
+                return layers
+    return []
 
 
 def share_of_zeros(modules: Sequence[nn.Module]) -> tuple[float, float] | None:

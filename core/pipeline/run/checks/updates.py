@@ -52,7 +52,7 @@ class StageUpdates:
         self._has_stepped = False
         self._change: float | None = None
         # of an optimizer's first step, until they have travelled
-        self._rates_by_place: float | None = None
+        self._rates_by_place: tuple[float | None, float | None] = (None, None)
         self._has_looked_at_places = self._has_read_places = False
         # of this step, and how exact it is
         self._zeros: tuple[float, float] | None = None
@@ -107,10 +107,11 @@ class StageUpdates:
             )
 
     def with_numbers(self, total: Tensor) -> Tensor:
-        """float64 [n] -> [n + 13], to be summed over all ranks.
+        """float64 [n] -> [n + 16], to be summed over all ranks.
 
         Ranks: whose weights were written, could be; with an optimizer's step, that could; with a rate, its change,
-        that squared; with rates by the place of a layer, a number of these, that squared; the same of zeros.
+        that squared; with rates by the place of a parameter, a number of these, that squared; the same of layers,
+        and of zeros.
         """
         # steps 1, 2, 4, 8 ...: all weights are read
         is_watched = not (self._step + 1) & self._step
@@ -133,18 +134,19 @@ class StageUpdates:
             float(self._change is not None),
             change,
             change * change,
-            *_moments(self._rates_by_place),
+            *_moments(self._rates_by_place[0]),
+            *_moments(self._rates_by_place[1]),
             *_moments(self._zeros[0] if self._zeros is not None else None),
         ]
-        self._has_stepped, self._change, self._rates_by_place = False, None, None
+        self._has_stepped, self._change, self._rates_by_place = False, None, (None, None)
         return torch.cat((total, total.new_tensor(numbers)))
 
     def look(self, sums: Tensor) -> None:
-        """Warns, once, on every rank. sums: [13], over all ranks."""
+        """Warns, once, on every rank. sums: [16], over all ranks."""
         self._step += 1
         updated, trainable, stepped, could_step, count, change, squares = sums[:7]
-        self._look_at_places(*sums[7:10])
-        self._look_at_zeros(*sums[10:])
+        self._look_at_places(sums[7:10], sums[10:13])
+        self._look_at_zeros(*sums[13:])
         differ = (updated > 0) & (updated < trainable)
         differ |= (stepped > 0) & (stepped < could_step)
         # ranks without a change that others have, or with another
@@ -174,21 +176,26 @@ class StageUpdates:
             stacklevel=4,
         )
 
-    def _look_at_places(self, count: Tensor, number: Tensor, squares: Tensor) -> None:
-        """Warns where the stages' layers have equal rates by their place in the stage. Read in one step only."""
+    def _look_at_places(self, *courses: Tensor) -> None:
+        """Warns where the stages' layers have equal rates by their place in the stage. Read in one step only.
+
+        courses: ranks, a number, that squared, over all ranks.
+        """
         if not self._has_looked_at_places or self._has_read_places:
             return
         self._has_read_places = True
-        are_alike = count * squares - number * number <= 1e-12 * count * squares
-        # more than the replicas of one stage
-        if count > self._ps.size("dp-cp") and are_alike:
-            warnings.warn(
-                "the learning rates of a stage's layers, 0 of frozen ones, go by their place in the stage, and begin "
-                f"again on each of {self._ps.size('pp')} pipeline ranks: a decay by depth, or the first half, counts "
-                "the layers of the whole model (layer 7 of a GPTModel is decoder.layers.7 wherever it lives; of "
-                "stages of your own add those before)",
-                stacklevel=5,
-            )
+        for count, number, squares in courses:
+            are_alike = count * squares - number * number <= 1e-12 * count * squares
+            # more than the replicas of one stage
+            if count > self._ps.size("dp-cp") and are_alike:
+                warnings.warn(
+                    "the learning rates of a stage's layers, 0 of frozen ones, go by their place in the stage, and "
+                    f"begin again on each of {self._ps.size('pp')} pipeline ranks: a decay by depth, the last layer "
+                    "or the first half are of the whole model (layer 7 of a GPTModel is decoder.layers.7 wherever it "
+                    "lives; of stages of your own add those before)",
+                    stacklevel=5,
+                )
+                return
 
     def _look_at_zeros(self, count: Tensor, share: Tensor, squares: Tensor) -> None:
         """Warns where the stages were pruned to one share of zeros, which their matrices do not have."""
