@@ -40,6 +40,13 @@ def unwrap_hooks(wrapped: Sequence[Wrapped]) -> None:
             hooks[key] = hook
 
 
-def _registries(parameter: Parameter) -> list[dict]:
-    kinds = (parameter._backward_hooks, parameter._post_accumulate_grad_hooks)
-    return [hooks for hooks in kinds if hooks]
+def _registries(parameter: Parameter) -> tuple[dict, ...]:
+    """Asked for each weight of a step: few calls."""
+    before: dict | None = parameter._backward_hooks
+    after: dict | None = parameter._post_accumulate_grad_hooks
+    # an owner of `main_grad` has one, which is no program's
+    if after and len(after) == 1 and getattr(parameter, "main_grad", None) is not None:
+        after = None
+    if before and after:
+        return before, after
+    return (before,) if before else (after,) if after else ()
