@@ -208,8 +208,8 @@ class _SumGradient(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled():
             raise no_second_derivative("a collective of tensor parallelism")
-        if has_main_grad(ctx.weight):
-            # the owner of main_grad sums once per step
+        if has_main_grad(ctx.weight) and "tp" in layout_of(ctx.weight).partial:
+            # the owner of main_grad sums once per step, where the layout says so
             return gradient, None
         return all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group), None
 
@@ -315,8 +315,8 @@ def dropout_in_tensor_region(
 def sum_gradient(weight: Parameter, group: Group | None) -> Tensor:
     """The parameter itself; its gradient, partial on each rank, is all-reduced over `group` in backward.
 
-    For replicated parameters applied to sequence shards, in plain use. With a `main_grad` the sum is left to
-    its owner, once per step (`Layout.partial` says that it is needed).
+    For replicated parameters applied to sequence shards, in plain use. With a `main_grad`, and a layout that is
+    `partial` over tp, the sum is left to its owner, once per step.
     """
     if group is None:
         return weight

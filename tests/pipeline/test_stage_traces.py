@@ -85,6 +85,57 @@ def last_layer_trained(counts_all):
     return train(module, ps, groups=[{"params": [p], "lr": 0.01} for p in module.parameters()])
 
 
+def noisy(seed_of):
+    """Noise on gradients, drawn by the generator of each stage."""
+    ps = state(pp=2)
+    torch.manual_seed(ps.index("pp"))
+    module = nn.Sequential(nn.Linear(4, 6 + ps.index("pp")), nn.Linear(6 + ps.index("pp"), 4))
+    pipeline = Pipeline({ps.index("pp"): module}, ps=ps, schedule="1f1b", num_microbatches=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for step in range(3):
+            result = pipeline.step(batch(step), loss_of([]))
+            generator = torch.Generator().manual_seed(seed_of(step, ps.index("pp")))
+            for p in module.parameters():
+                p.grad.div_(float(result.num_tokens))
+                p.grad.add_(torch.randn(p.shape, generator=generator) * 0.01)
+    pipeline.close()
+    return [str(w.message) for w in found if "begins alike on the pipeline" in str(w.message)]
+
+
+def by_step(step, stage):
+    return step
+
+
+def by_stage(step, stage):
+    return 100 * step + stage
+
+
+@pytest.mark.parametrize("seed_of", [by_step, by_stage])
+def test_noise_of_one_seed_on_two_stages(ranks, seed_of):
+    for messages in ranks(noisy, seed_of, world=2):
+        assert len(messages) == (seed_of is by_step)
+
+
+def collected_norms():
+    """A penalty's norm over all stages, as the first warning says."""
+    ps = state(pp=2)
+    module = stage_of_layers(ps)
+    pipeline = Pipeline({ps.index("pp"): module}, ps=ps, schedule="1f1b", num_microbatches=2)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        total = sum(p.pow(2).sum() for p in module.parameters()).detach()
+        dist.all_reduce(total)
+        for p in module.parameters():
+            dist.all_reduce(p.norm().detach())
+    pipeline.close()
+    return [str(w.message) for w in found if "of other stages" in str(w.message)]
+
+
+def test_norms_that_are_summed_over_stages(ranks):
+    assert ranks(collected_norms, world=2) == [[], []]
+
+
 def collected(over_data_ranks):
     """Gradients averaged by hand."""
     ps = state(pp=2)

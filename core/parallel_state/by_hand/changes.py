@@ -43,7 +43,8 @@ _ADDITIONS = {"add", "sub", "iadd", "isub", "foreach_add", "foreach_sub"}
 class Change:
     """kind: "scaled" by numbers, "clamped", "added" to, "applied": added to the weight itself; "compared", "signed".
 
-    factor: of a scaling or an update, where that is known without waiting for a device; with what it is compared.
+    factor: of a scaling or an update, where that is known without waiting for a device; with what it is compared; of
+    what is added, its first element over the second.
     """
 
     kind: str
@@ -96,8 +97,18 @@ def _change_of_gradient(
     # `momentum.add(gradient)` changes no gradient, `gradient + decay * weight` makes a new one
     is_new = len(gradients) < len(sources) and not func.__name__.endswith("_")
     if is_new or (is_first and func.__name__.endswith("_")):
-        return Change("added")
+        return Change("added", _ratio_of_first(values[1:]))
     return None
+
+
+def _ratio_of_first(values: Sequence[Any]) -> float | None:
+    """Of the first tensor's first two elements: draws of one seed have the same, whatever their deviation."""
+    first = next((x[0] if isinstance(x, (list, tuple)) else x for x in values), None)
+    if not isinstance(first, Tensor) or first.numel() < 2 or reading_waits(first.device):
+        return None
+    a, b = first.detach().reshape(-1)[:2].tolist()
+    # constants are no draws
+    return a / b if b and a != b else None
 
 
 def _is_of(gradient: Heard, values: Sequence[Any]) -> bool:

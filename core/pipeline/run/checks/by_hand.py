@@ -95,8 +95,12 @@ class StageArithmetic:
                 self._warn_of_gradients()
 
     def _mixes_stages(self, heard: Heard) -> bool:
-        """Whether a collective is over several pipeline ranks; the two ends of a tied table are one parameter."""
-        if self._pipeline is None or "embedding" in layout_of(heard.parameter).partial:
+        """Whether a collective is over several pipeline ranks, and not of a number of each, a norm.
+
+        The two ends of a tied table are one parameter.
+        """
+        is_tied = "embedding" in layout_of(heard.parameter).partial
+        if self._pipeline is None or heard.reduced or is_tied:
             return False
         return len({*ranks_of(heard.group)} & {*self._pipeline.ranks}) > 1
 
@@ -124,6 +128,8 @@ class StageNumbers:
         # by parameter, since the last step of the pipeline
         self._factors: dict[int, float] = {}
         self._thresholds: set[float] = set()
+        # how the first tensor that was added begins
+        self._added: float | None = None
 
     def hear(self, heard: Heard) -> None:
         """What is done with a gradient."""
@@ -132,9 +138,11 @@ class StageNumbers:
             self._factors[key] = self._factors.get(key, 1.0) * heard.factor
         elif heard.kind == "compared" and heard.factor is not None:
             self._thresholds.add(heard.factor)
+        elif heard.kind == "added" and self._added is None:
+            self._added = heard.factor
 
     def as_tensor(self, count: int, device: torch.device) -> Tensor:
-        """float64 [2]: the factor of all gradients, the only threshold; NaN where there is none.
+        """float64 [3]: the factor of all gradients, the only threshold, how what is added begins; NaN: there is none.
 
         count: how many parameters have gradients.
         """
@@ -144,4 +152,5 @@ class StageNumbers:
             factors.add(1.0)
         one_of_each = [*factors] if len(factors) == 1 else [math.nan]
         one_of_each += [*self._thresholds] if len(self._thresholds) == 1 else [math.nan]
+        one_of_each.append(math.nan if self._added is None else self._added)
         return torch.tensor(one_of_each, dtype=torch.float64, device=device)

@@ -175,7 +175,7 @@ class PlainLoopWatch:
         self._ps = ps
         self._arithmetic = StageArithmetic(ps, modules, sums)
         self._steps = 0
-        self._told_of_numbers = False
+        self._told_of_numbers = self._told_of_noise = False
         self._extremes: list[HostCopy] = []
         self._arithmetic.open()
         self._stages = ps.size("pp")
@@ -216,14 +216,14 @@ class PlainLoopWatch:
         smallest = torch.where(is_known, numbers, torch.inf).amin(0)
         largest = torch.where(is_known, numbers, -torch.inf).amax(0)
         before = self._extremes
-        self._extremes = [
-            HostCopy(number) for pair in zip(smallest, largest, strict=True) for number in pair
-        ]
+        pairs = [number for pair in zip(smallest, largest, strict=True) for number in pair]
+        self._extremes = [HostCopy(number) for number in (*pairs, is_known[:, 2].sum().double())]
         # of an accelerator those of the comparison before, which nothing waits for
         extremes = before if reading_waits(self._ps.device) else self._extremes
         values = [copy.read() for copy in extremes]
+        self._look_at_noise(*values[4:])
         for does, low, high in zip(
-            ("scaled by", "compared with"), values[::2], values[1::2], strict=False
+            ("scaled by", "compared with"), values[:4:2], values[1:4:2], strict=False
         ):
             if -math.inf < high and high - low > DIFFERENT * max(abs(low), abs(high)):
                 self._told_of_numbers = True
@@ -239,6 +239,18 @@ class PlainLoopWatch:
                     stacklevel=4,
                 )
                 return
+
+    def _look_at_noise(self, low: float = 0.0, high: float = 1.0, ranks: float = 0.0) -> None:
+        """Warn, once, on every rank, of the same draws that were added to gradients of several stages."""
+        world = self._ps.world.size if self._ps.world is not None else 1
+        if low == high and ranks > world / self._stages and not self._told_of_noise:
+            self._told_of_noise = True
+            warnings.warn(
+                f"what was added to gradients before the update of step {self._steps} begins alike on the pipeline "
+                "ranks: noise of one seed on all of them is the same noise for other layers. Seed by stage, "
+                "parallel_state.get_pipeline_model_parallel_rank(), and alike on a stage's replicas",
+                stacklevel=5,
+            )
 
 
 class BatchWatch:
