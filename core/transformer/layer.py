@@ -135,7 +135,8 @@ class Layers(nn.ModuleDict):
 
     def __len__(self) -> int:
         # `list(layers)` asks for its length as well
-        self._look_for(_COUNTED, "len(layers) is the number of this stage's", sys._getframe(1))
+        if not self.are_all:
+            self._look_for(_COUNTED, "len(layers) is the number of this stage's", sys._getframe(1))
         return super().__len__()
 
     def values(self) -> ValuesView[nn.Module]:
@@ -249,7 +250,8 @@ class TransformerBlock(nn.Module):
         rotary: Tables | LayerTables | None = None,
     ) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        for number, layer in self.layers.items():
+        # past `items`, which listens to programs
+        for number, layer in self.layers._modules.items():
             x = layer(
                 x, attention_mask, rotary[int(number)] if isinstance(rotary, list) else rotary
             )

@@ -21,17 +21,18 @@ class ParameterHooks:
     def __init__(self, owner: Owner) -> None:
         self._owner = owner
         self._by_hand = ByHand(self._hear, gradients=True)
+        self.listens = False
 
     def attach(self, model: nn.Module) -> None:
         """Listen until `detach`; without hooks it costs nothing. Of what tensor ranks split a `SplitWatch` hears."""
         hooked = [p for p in model.parameters() if has_hooks(p) and not _is_part(p)]
         if hooked:
-            self._by_hand.open_for_hooks(hooked)
+            self.listens = self._by_hand.open_for_hooks(hooked)
 
     def detach(self) -> None:
         """Let the hooks run as they are."""
-        if self._by_hand.is_open:
-            self._by_hand.close()
+        self.listens = False
+        self._by_hand.close()
 
     def _hear(self, heard: Heard) -> None:
         if heard.of_gradient and heard.kind in _OF_WHOLE:

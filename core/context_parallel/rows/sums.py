@@ -181,7 +181,8 @@ class RowSums:
         if self.group is None or self._are_whole:
             return
         self._inside.detach()
-        self._parameter_hooks.detach()
+        if self._parameter_hooks.listens:
+            self._parameter_hooks.detach()
         if not torch.is_grad_enabled():
             self._look_at_evaluation(model, shares)
             return
