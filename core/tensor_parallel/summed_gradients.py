@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from core.autograd.gradients import has_main_grad
 from core.parallel_state import Layout
 from core.parallel_state.by_hand import Heard
+from core.parallel_state.by_hand.heard import OF_WHOLE_GRADIENT
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.parallel_state.collectives.checks import fingerprint
 from core.parallel_state.layout import has_layout, layout_of, set_layout
@@ -67,10 +68,6 @@ def _hook_of(parameter: Parameter) -> "_SumGradientHook | None":
     return next((hook for hook in hooks if isinstance(hook, _SumGradientHook)), None)
 
 
-# not of a sum's parts, each by itself
-_OF_WHOLE = ("clamped", "compared", "reduction", "product")
-
-
 class Penalties:
     """Numbers that each rank makes of such a parameter: told, once, where a backward comes to one.
 
@@ -123,7 +120,8 @@ class Penalties:
     def _look_at_hook(self, heard: Heard, name: str) -> None:
         """What a program's hook in a backward does with a gradient that its owner sums afterwards."""
         in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward and has_main_grad(heard.parameter) and heard.kind in _OF_WHOLE:
+        is_of_whole = heard.kind in (*OF_WHOLE_GRADIENT, "product")
+        if in_backward and has_main_grad(heard.parameter) and is_of_whole:
             self._told = True
             warnings.warn(
                 f"{heard.name} in a hook on the gradient of {name}, which is of this tensor rank's rows "

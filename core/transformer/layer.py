@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from core.parallel_state import mix32, seeded
-from core.parallel_state.by_hand.functions import called_by_program, line_of_program
+from core.parallel_state.by_hand.functions import (
+    called_by_program,
+    frame_of_program,
+    line_of_program,
+)
 from core.transformer.attention.qkv import LayerTables, Tables
 from core.transformer.dropout import residual_dropout
 from core.transformer.spec import Build, TransformerLayerSpec
@@ -189,9 +193,7 @@ class Layers(nn.ModuleDict):
 
 def _is_subscripted(line: str, frame: Any) -> bool:
     """Whether the program's line gives a list a name of which the program takes something by number elsewhere."""
-    named = _NAMED.match(line)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "core.")):
-        frame = frame.f_back
+    named, frame = _NAMED.match(line), frame_of_program(frame)
     if named is None or frame is None:
         return False
     source = "".join(linecache.getlines(frame.f_code.co_filename))

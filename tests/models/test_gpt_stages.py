@@ -118,9 +118,9 @@ USES = {
     "last child": lambda layers: list(layers.children())[-1],
     "last named child": lambda layers: list(layers.named_children())[-1],
     "two lines": last_of_a_list,
-    "items of two": lambda layers: [*zip(layers.items(), layers.items())],  # noqa: B905
+    "items of two": lambda layers: [*zip(layers.items(), layers.items(), strict=True)],
     "applied": lambda layers: layers.apply(lambda module: None),
-    "with others": lambda layers: [*zip(layers, range(9))],  # noqa: B905
+    "with others": lambda layers: [*zip(layers, range(9), strict=False)],
     "loop": lambda layers: [layer.eval() for layer in layers],
     "all": lambda layers: [layer.eval() for layer in layers.values()],
     "by number": lambda layers: {int(number): layer for number, layer in layers.items()},

@@ -114,6 +114,12 @@ CASES = [
         remedy="`p.grad` after the backward",
         elsewhere=only_split("told", "summed over the ranks after it"),
     ),
+    Case(
+        "`p.register_hook(lambda g: g.sign())` in a DataParallel",
+        before_the_sum(lambda g: g.sign()),
+        remedy="`p.grad` after the backward",
+        elsewhere=only_split("told", "summed over the ranks after it"),
+    ),
     Case("`p.register_hook(kept.append)` in a DataParallel", before_the_sum([].append)),
     Case("`p.register_hook(lambda g: g * 0.5)` in a DataParallel", before_the_sum(lambda g: g * 0.5)),
     *by_hand("`dist.all_reduce(p.grad)` over all, in place", averaged, PUT_TOGETHER),

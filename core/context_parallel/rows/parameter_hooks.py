@@ -4,11 +4,10 @@ from torch import nn
 
 from core.context_parallel.rows.owner import Owner
 from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.by_hand.heard import OF_WHOLE_GRADIENT
 from core.parallel_state.by_hand.hooked import has_hooks
 from core.parallel_state.layout import layout_of
 
-# of a sum they are not what the sum of theirs is
-_OF_WHOLE = ("clamped", "compared", "signed", "reduction")
 _REMEDY = (
     "A factor or a mask is right there; a limit, a sign or a norm is of the whole gradient: change p.grad after the "
     "backward, when DataParallel has summed it, or clip by core.optimizer.clip_grad_norm_"
@@ -35,7 +34,7 @@ class ParameterHooks:
         self._by_hand.close()
 
     def _hear(self, heard: Heard) -> None:
-        if heard.of_gradient and heard.kind in _OF_WHOLE:
+        if heard.of_gradient and heard.kind in OF_WHOLE_GRADIENT:
             what = (
                 f"{heard.name} in a hook on the gradient of a parameter, {list(heard.parameter.shape)}, takes that "
                 "of rows which are this context rank's"

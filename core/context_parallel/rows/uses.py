@@ -8,7 +8,8 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from types import CodeType
-from typing import Any
+
+from core.parallel_state.by_hand.functions import frame_of_program
 
 _Line = list[dis.Instruction]
 # functions that return what they read, at most
@@ -31,9 +32,7 @@ def is_logarithm() -> bool:
 
 
 def _is_used(how: Callable[[_Line], bool]) -> bool:
-    frame: Any = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("core.", "torch.")):
-        frame = frame.f_back
+    frame = frame_of_program(sys._getframe(1))
     for _ in range(_DEPTH):
         if frame is None:
             return False

@@ -58,9 +58,8 @@ def heard_change(
     change = _change_of_gradient(func, sources, values, is_first=is_first, alpha=alpha)
     if change is None:
         return None
-    name = function_name(func)
-    facts = {"kind": change.kind, "factor": change.factor, "name": name, "of_gradient": True}
-    return replace(sources[0], **facts)  # type: ignore[arg-type]
+    heard = replace(sources[0], of_gradient=True, kind=change.kind, factor=change.factor)
+    return replace(heard, name=function_name(func))
 
 
 def _change_of_gradient(

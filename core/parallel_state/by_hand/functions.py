@@ -77,10 +77,16 @@ def called_by_program(frame: Any) -> bool:
     return False
 
 
-def line_of_program(frame: Any) -> str:
-    """The line of a program that runs, of the frames from `frame` on; "" where there is none, or no file of it."""
+def frame_of_program(frame: Any) -> Any:
+    """The first of the frames from `frame` on that is neither torch's nor ours; None where there is none."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "core.")):
         frame = frame.f_back
+    return frame
+
+
+def line_of_program(frame: Any) -> str:
+    """The line of a program that runs, of the frames from `frame` on; "" where there is none, or no file of it."""
+    frame = frame_of_program(frame)
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
 
 

@@ -36,6 +36,10 @@ _NORM_REMEDY = (
 WHOLE_NORM = "whole norm"
 
 
+# of a gradient that is summed later: what is made of a part is no part of what is made of the whole
+OF_WHOLE_GRADIENT = ("clamped", "compared", "signed", "reduction")
+
+
 @dataclass(frozen=True)
 class Heard:
     """A function `name` of a kind: `WRONG_ON_SHARDS`, "sum", "combined" (numbers of several parameters), WHOLE_NORM;

@@ -180,10 +180,9 @@ def ranks_of_sum(node: Any) -> tuple[int, ...] | None:
     return None
 
 
-def group_named(name: str) -> ProcessGroup:
-    """That which torch's functional collectives mean by a name."""
-    group: ProcessGroup = dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-    return group
+def group_named(name: Any) -> ProcessGroup:
+    """That which torch's functional collectives mean by a name, a string."""
+    return dist.distributed_c10d._resolve_process_group(name)
 
 
 def available_backends() -> list[str]:
