@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -100,9 +101,14 @@ class SandwichNormLayer(TransformerLayer):
 _COUNTED = re.compile(r"\blen\(")
 # the place of a layer among those of a stage
 _TAKEN = "layers are taken, or counted, by their place in this stage"
-_BY_PLACE = re.compile(r"\benumerate\(|\bzip\(|\bnext\(|[\])]\s*\[")
+# no loop, whose body is the same for each, or a list: `[layer for stage in stages for layer in stage.decoder.layers]`
+_LISTED = (
+    r"|^(?!.*\bfor\b)\s*\S|\blist\(|\btuple\(|\[\s*\*|\b(\w+)\s+for\s+(?:.*\bfor\s+)?\1\s+in\b"
+)
+_BY_PLACE = re.compile(r"\benumerate\(|\bzip\(|\bnext\(|[\])]\s*\[" + _LISTED)
 # two models' layers are paired by their names
 _OF_NAMES = re.compile(r"\benumerate\(|\bnext\(|[\])]\s*\[")
+_COUNTER = re.compile(r"\+= 1\b")
 _NAMED = re.compile(r"^\s*(\w+)\s*=\s*(?:\[|\(|list\(|tuple\()")
 
 
@@ -178,7 +184,8 @@ class Layers(nn.ModuleDict):
         if self._told or self.are_all or not called_by_program(frame):
             return
         line = line_of_program(frame)
-        if use.search(line) or (use is not _COUNTED and _is_subscripted(line, frame)):
+        is_numbered = use is not _COUNTED and _is_numbered(line, frame_of_program(frame))
+        if use.search(line) or is_numbered:
             self._told = True
             warnings.warn(
                 f"{says}; {self._share()}. The names are the layers' numbers in the whole model, `for number, layer "
@@ -191,13 +198,18 @@ class Layers(nn.ModuleDict):
         return f"this stage has {f'{numbers[0]} to {numbers[-1]}' if numbers else 'none'} of {self.num_layers} layers"
 
 
-def _is_subscripted(line: str, frame: Any) -> bool:
-    """Whether the program's line gives a list a name of which the program takes something by number elsewhere."""
-    named, frame = _NAMED.match(line), frame_of_program(frame)
-    if named is None or frame is None:
+def _is_numbered(line: str, frame: Any) -> bool:
+    """Whether the program takes something by number of the list that the line of this frame names, or counts in its
+    loop."""
+    if frame is None:
         return False
-    source = "".join(linecache.getlines(frame.f_code.co_filename))
-    return re.search(rf"\b{named[1]}\[", source) is not None
+    source = linecache.getlines(frame.f_code.co_filename)
+    if line.lstrip().startswith("for "):
+        deeper = re.compile(rf"\s{{{len(line) - len(line.lstrip()) + 1},}}|\s*$")
+        body = takewhile(deeper.match, source[frame.f_lineno :])
+        return any(_COUNTER.search(each) for each in body)
+    named = _NAMED.match(line)
+    return named is not None and re.search(rf"\b{named[1]}\[", "".join(source)) is not None
 
 
 def _refuse_names_of_both_kinds(build: Build, layers: Layers) -> None:

@@ -106,7 +106,33 @@ def last_of_a_list(layers):
     return found[-1]
 
 
+def values_of(layers):
+    return layers.values()
+
+
+def counted(layers):
+    depth = 0
+    for layer in layers.values():
+        layer.depth = depth
+
+        depth += 1
+    return depth
+
+
+def counted_before(layers):
+    depth = 0
+    depth += 1
+    for layer in layers.values():
+        layer.depth = depth
+    depth += 1
+    return depth
+
+
 USES = {
+    "counted": counted,
+    "counted before": counted_before,
+    "returned": lambda layers: [*enumerate(values_of(layers))],
+    "flat": lambda layers: [layer for part in (layers,) for layer in part.values()],
     "len": lambda layers: len(layers),
     "enumerate": lambda layers: [i for i, layer in enumerate(layers.values())],
     "first": lambda layers: list(layers.values())[0],  # noqa: RUF015
@@ -131,7 +157,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_layers_that_are_taken_by_their_place_in_a_stage_are_told(ranks, use):
     """A decay by depth, an initial value by depth, the first layer frozen: on each stage they would begin again."""
-    by_place = use not in ("list", "loop", "all", "by number", "modules", "applied", "items of two")
+    by_place = use not in ("counted before", "loop", "all", "by number", "modules", "applied", "items of two")
     for rank, messages in enumerate(ranks(said_of_layers, use, world=2)):
         assert len(messages) == by_place
         if by_place:

@@ -110,7 +110,13 @@ def counted_and_read(program):
     kept = int(program.mask.sum())
     longest = program.mask.sum(1).max().item()
     text = f"{kept} tokens, longest {longest:.0f}, {program.labels.unique().numel()} kinds"
-    assert text and program.rows["tokens"].tolist()
+    assert text
+    return program.losses().mean()
+
+
+def listed(program):
+    """A text of it, say."""
+    assert program.rows["tokens"].tolist()
     return program.losses().mean()
 
 
@@ -348,6 +354,7 @@ CASES = [
     ),
     Case("weights by kind of token, `torch.where(tokens % 3 == 0, 2, 1)`", by(by_kind)),
     Case("counts of the batch that are logged", by(counted_and_read)),
+    told("`tokens.tolist()`, for a log", listed),
     Case("the second half by `position_ids >= s / 2`", by(halves_by_position)),
     Case(
         "executors: token sums and counts, `(losses * mask).sum(), mask.sum()`",

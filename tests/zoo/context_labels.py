@@ -67,7 +67,58 @@ def by_position(program):
     return mean_of_kept(program, labels)
 
 
+def unlikely(seen_before):
+    """Unlikelihood of the tokens that a sequence has had already (Welleck et al., arXiv 1908.04319)."""
+
+    def loss_of(program):
+        labels, logits = program.labels, program.logits()
+        chances = logits.softmax(-1).clamp(max=0.999)
+        told = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return told - (torch.log1p(-chances) * seen_before(labels)).sum(-1).mean()
+
+    return loss_of
+
+
+def carried(labels):
+    b, s = labels.shape
+    before, seen = torch.zeros(b, s, VOCAB, dtype=torch.bool), torch.zeros(b, VOCAB, dtype=torch.bool)
+    for place in range(s):
+        before[:, place] = seen
+        seen = seen.scatter(1, labels[:, place : place + 1], True)
+    return before
+
+
+def written_through_views(labels):
+    before = torch.zeros(*labels.shape, VOCAB, dtype=torch.bool)
+    for place in range(1, labels.shape[1]):
+        before[:, place] = before[:, place - 1]
+        before[:, place].scatter_(1, labels[:, place - 1 : place], True)
+    return before
+
+
+def listed(labels):
+    before = torch.zeros(*labels.shape, VOCAB)
+    for number, sequence in enumerate(labels.tolist()):
+        for place in range(len(sequence)):
+            before[number, place, sequence[:place]] = 1
+    return before
+
+
+def own_label(labels):
+    """Each row's own."""
+    return torch.zeros(*labels.shape, VOCAB).scatter_(2, labels[..., None], 1)
+
+
 CASES = [
+    told(
+        "unlikelihood: `before[:, t] = seen; seen = seen.scatter(1, labels[:, t : t + 1], True)`", unlikely(carried)
+    ),
+    told("unlikelihood: `before[:, t].scatter_(1, labels[:, t - 1 : t], True)`", unlikely(written_through_views)),
+    told("unlikelihood: `for row in labels.tolist()`", unlikely(listed), "tolist of a batch's rows"),
+    Case(
+        "unlikelihood of a row's own label, `zeros(b, s, v).scatter_(2, labels[..., None], 1)`",
+        by(unlikely(own_label)),
+    ),
     told("the goldfish loss: `labels[:, 3:][hash(labels.unfold(1, 4, 1)) < p] = -100`", goldfish, BY_NUMBER),
     told("`labels[:, :n].fill_(-100)`", prompts(lambda part: part.fill_(IGNORED)), BY_NUMBER),
     told("`part = labels[:, :n]; part *= 0`", prompts(lambda part: part.__imul__(0)), BY_NUMBER),

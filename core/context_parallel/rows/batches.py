@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from core.context_parallel.rows.factors import RowFactors
 from core.context_parallel.rows.follower import FollowsRows
 from core.context_parallel.rows.places import joins_rows
-from core.context_parallel.rows.reads import MEAN, READS
+from core.context_parallel.rows.reads import MEAN, NUMPY_REMEDY, READS
 from core.context_parallel.rows.selections import selected
 from core.context_parallel.rows.sequences import NUM_SEQUENCES, keep_sequences
 from core.context_parallel.rows.wholes import Wholes
@@ -42,6 +42,8 @@ _ROW_WISE_NAMES = """
 _ROW_WISE = frozenset(_ROW_WISE_NAMES.split())
 _COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
 _TABLES = ("getitem", "index_select", "take")
+# a token at a time; an array of all rows is a copy
+_LISTS = ("tolist", "item", "int")
 # an exact match: of each sequence, all rows
 _MATCHES = "a count of sequences that match in all"
 MATCH_REMEDY = (
@@ -152,6 +154,8 @@ class BatchRows(FollowsRows):
             self._note_read(result)
             if inputs[0].partial == _MATCHES:
                 self._owner.tell_of_log(f"{_MATCHES} of the", MATCH_REMEDY)
+            elif name in _LISTS and inputs[0].partial in ("", *_TABLES):
+                self._owner.tell_of_log(f"{name} of a batch's", NUMPY_REMEDY)
             return
         # what is made like it has values of its own
         if name.endswith("_like") or name.startswith("new_"):
@@ -172,6 +176,9 @@ class BatchRows(FollowsRows):
             self._write(args, changed)
         elif changed:
             self.inherit(call, changed)
+            if call.writes and isinstance(args[0], Tensor) and args[0]._base is not None:
+                # `mask[:, i].scatter_(...)`
+                self._set(args[0]._base, changed[0].partial, (), None)
         else:
             self._follow_rows(call)
 
@@ -255,7 +262,8 @@ class BatchRows(FollowsRows):
             return
         if x.partial:
             # who writes rows of other ranks has thought of them; a number is written into a shift's end by habit
-            if not isinstance(value, Tensor) and any(x is c for c in changed):
+            is_own = not isinstance(value, Tensor) and any(x is c for c in changed)
+            if is_own or any(value is c for c in changed):
                 x.counted = x.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
             return
         self.factors.note("setitem", [x], (index, value), {})

@@ -26,8 +26,8 @@ SUM_REMEDY = (
     "group=parallel_state.get_context_parallel_group()); means of rows, equally many on each, over their number too"
 )
 NUMPY_REMEDY = (
-    "What numpy makes of a sequence's numbers one after the other, or of all of them, wants all: gather them first, "
-    "core.context_parallel.gather_from_context_region(x, ps, dim=1), and cut what is made of them, "
+    "What numpy or Python makes of a sequence's numbers one after the other, or of all of them, wants all: gather "
+    "them first, core.context_parallel.gather_from_context_region(x, ps, dim=1), and cut what is made of them, "
     "ContextRows.of_state(ps).of(y, 1)"
 )
 LOG_REMEDY = (

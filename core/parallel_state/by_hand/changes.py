@@ -54,12 +54,16 @@ class Change:
 def heard_change(
     func: Any, sources: Sequence[Heard], values: Sequence[Any], *, is_first: bool, alpha: Any
 ) -> Heard | None:
-    """What is heard of a function that changes a gradient; see `_change_of_gradient`."""
+    """What is heard of a function that changes a gradient, or adds to a weight; see `_change_of_gradient`."""
+    name = function_name(func)
+    is_of_weights = not any(source.of_gradient or source.of_state for source in sources)
+    if name in _ADDITIONS and is_of_weights and _is_of(sources[0], values):
+        return replace(sources[0], kind="added", name=name, factor=_ratio_of_first(values[1:]))
     change = _change_of_gradient(func, sources, values, is_first=is_first, alpha=alpha)
     if change is None:
         return None
     heard = replace(sources[0], of_gradient=True, kind=change.kind, factor=change.factor)
-    return replace(heard, name=function_name(func))
+    return replace(heard, name=name)
 
 
 def _change_of_gradient(

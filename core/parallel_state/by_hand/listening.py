@@ -83,7 +83,7 @@ class ByHand:
         self._reporter: Reporter = after._reporter if after is not None else Reporter()
         self._reporter.listener = weakref.ref(self)
         self._parameter, self._result = self._reporter.classes or listening_classes(self._reporter)
-        self._states = ListenedStates(self._result) if states else None
+        self._states = ListenedStates(self._result, is_on=states)
         self._step_listeners = [
             before_optimizer_steps(self._before_optimizer),
             after_optimizer_steps(self._after_optimizer),
@@ -97,6 +97,7 @@ class ByHand:
         """Listen to these; those of another class (FSDP2's, freed ones) are left alone."""
         self._parameters, self.is_open, self._reporter.compiles = [], True, compiles()
         self.add(parameters)
+        self._states.listen_again()
 
     def add(self, parameters: Iterable[Parameter]) -> None:
         """Listen to these as well."""
@@ -172,7 +173,7 @@ class ByHand:
             self._in_optimizer = False
             self._eager.end()
         self._listening()
-        if self._states is not None and not hasattr(optimizer, "shard"):
+        if not hasattr(optimizer, "shard"):
             self._states.listen(optimizer, self._parameters)
 
     def _listening(self) -> None:
@@ -185,8 +186,7 @@ class ByHand:
             if type(parameter) is self._parameter:
                 parameter.__class__ = Parameter
         self._plain_results()
-        if self._states is not None:
-            self._states.make_plain()
+        self._states.make_plain()
 
     def make_plain_later(self, tensor: Tensor) -> None:
         """`tensor` has a class of ours, until nobody listens."""

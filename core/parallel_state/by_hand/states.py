@@ -14,8 +14,9 @@ from core.parallel_state.by_hand.heard import Heard
 class ListenedStates:
     """Gives states of a parameter's shape, moments say, the class `heard_class` between steps, and takes it back."""
 
-    def __init__(self, heard_class: type[Tensor]) -> None:
+    def __init__(self, heard_class: type[Tensor], *, is_on: bool) -> None:
         self._class = heard_class
+        self._is_on = is_on
         self._states: list[weakref.ref[Tensor]] = []
         # of the optimizer whose states these are
         self._key: tuple[int, ...] = ()
@@ -23,12 +24,18 @@ class ListenedStates:
 
     def listen(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Parameter]) -> None:
         """After each step, so without a call per state: they are looked for anew after steps 1, 2, 4, 8 ..."""
+        if not self._is_on:
+            return
         state = optimizer.state
         key = (id(optimizer), id(state), len(state), len(parameters))
         self._steps += 1
         if key != self._key or not self._steps & (self._steps - 1):
             self._key = key
             self._states = _states_of(state, parameters)
+        self.listen_again()
+
+    def listen_again(self) -> None:
+        """To those of the last step, after what made them plain."""
         for reference in self._states:
             tensor: Any = reference()
             if type(tensor) is Tensor:

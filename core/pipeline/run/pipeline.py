@@ -133,7 +133,7 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
         self._loss_watch = LossWatch(ps, modules)
         self.sums_watch = SumsWatch(modules, ps, grad_sync)
         if ps.size("pp") > 1:
-            watches = (self.sums_watch, grad_sync is None, has_twins)
+            watches = (self.sums_watch, grad_sync is None, has_twins, self.schedule.stages)
             self._plain_loop = PlainLoopWatch(ps, self.modules, *watches)
         # connect before a step can fail: a rank that waits for a connection cannot be told of another's failure
         self._connections.plan(self.schedule)
@@ -277,6 +277,8 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
         """The global sums without gradients, in eval mode; any number of rows."""
         with self._broadcast_failures("evaluate"):
             executor = self._run_forward(batch, loss_fn)
+            if self._plain_loop is not None:
+                self._plain_loop.after_evaluation()
             return self._global_result(executor.total(self.ps.device))
 
     def forward(self, batch: Batch | None, *, microbatches: int | None = None) -> Any:
@@ -288,9 +290,7 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
         self._numbers.tell_of_statistics()
         with self._broadcast_failures("forward"):
             outputs = self._run_forward(batch, None, microbatches).outputs
-        if not outputs:
-            return None
-        return join_outputs([outputs[microbatch] for microbatch in sorted(outputs)])
+        return join_outputs([outputs[key] for key in sorted(outputs)]) if outputs else None
 
     def from_last_stage(self, value: Tensor) -> Tensor:
         """`value` of the rank of the last stage, in place on all pipeline ranks. Broadcast over pp."""
@@ -329,6 +329,8 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
         with ExitStack() as stack:
             for stage in self.stages.values():
                 stack.enter_context(evaluating(stage.module))
+            if self._plain_loop is not None:
+                stack.callback(self._plain_loop.after_forward)
             self._run(executor, Clock(self.ps.device))
         return executor
 
@@ -357,9 +359,7 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
 
     def _measured(self) -> Measured:
         """This rank's rows of the timeline; waits for the device, which a step does not."""
-        if self._clock is not None:
-            return self._clock.measured()
-        return Measured()
+        return Measured() if self._clock is None else self._clock.measured()
 
     def _broadcast_failures(self, call: str) -> FailureBroadcast:
         """Around all that can fail on one rank while others wait for it, the cutting of its batch included."""

@@ -14,6 +14,8 @@ from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
+# numbers that nobody follows from there on
+_TAKES_OUT = ("numpy", "array", "tolist")
 # steps between two looks at an accelerator's numbers: each look waits for it
 READ_EVERY = 64
 
@@ -38,16 +40,22 @@ class StageArithmetic:
         self._parameters = [p for module in modules for p in module.parameters()]
         # of parameters whose gradients were reduced
         self._reduced_ids: set[int] = set()
+        self._taken_ids: set[int] = set()
         self._warned_of: set[str] = set()
         self._numbers = StageNumbers()
-        self._by_hand = ByHand(self._hear, gradients=True, numbers=True)
+        self._by_hand = ByHand(self._hear, gradients=True, numbers=True, states=True)
 
     def open(self, *, look_again: bool = False) -> None:
         """Until `close`; look_again: for parameters that were replaced or added."""
         if look_again:
             self._parameters = [p for module in self._modules for p in module.parameters()]
         self._reduced_ids.clear()
+        self._taken_ids.clear()
         self._numbers = StageNumbers()
+        self._by_hand.open(self._parameters)
+
+    def reopen(self) -> None:
+        """After a call that left weights and gradients as they were."""
         self._by_hand.open(self._parameters)
 
     def close(self) -> None:
@@ -80,6 +88,15 @@ class StageArithmetic:
             )
         if heard.sees_only_shard:
             self._warn_once("a shard", heard.message(*self._modules))
+        elif heard.name in _TAKES_OUT:
+            self._taken_ids.add(id(heard.parameter))
+            if len(self._taken_ids) > 1 or heard.joined:
+                self._warn_once(
+                    "numbers",
+                    f"{heard.name} takes several weights or gradients out of torch: what is made of them together is "
+                    "of this rank's stages; sum, or take the largest, over "
+                    "parallel_state.get_pipeline_model_parallel_group(). Each by its name is right",
+                )
         elif heard.kind == "combined" and heard.of_gradient:
             self._warn_of_gradients()
         elif heard.kind == "combined" or (is_reduction and heard.joined and not heard.of_gradient):

@@ -1,5 +1,6 @@
 """Activations that hooks keep where `loss_fn` looks for them, on a rank where it is never called."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -7,21 +8,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# of a container: more are no names of layers
+# at each depth: more are no names of layers
 _MOST = 10_000
+_DEPTH = 3
 _NO_OBJECTS = (type, nn.Module, FunctionType, ModuleType)
 
 
 def name_of_kept(loss_fn: Callable[..., Any]) -> str | None:
     """The name in `loss_fn` of what holds a tensor that has a graph; None where nothing does."""
-    for name, value in _names_of(loss_fn):
-        if any(isinstance(x, Tensor) and x.grad_fn is not None for x in _inside(value)):
+    for name, value in names_in(loss_fn):
+        if any(isinstance(x, Tensor) and x.grad_fn is not None for x in held_in(value)):
             return name
     return None
 
 
-def _names_of(function: Any) -> Iterator[tuple[str, Any]]:
-    """What it refers to, with the names for it: closures, globals, defaults, what it is bound to."""
+def names_in(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function refers to, with the names for it: closures, globals, defaults, what it is bound to."""
     if isinstance(function, partial):
         yield from ((f"argument {i}", x) for i, x in enumerate(function.args))
         yield from function.keywords.items()
@@ -40,7 +42,10 @@ def _names_of(function: Any) -> Iterator[tuple[str, Any]]:
     for name in _globals_in(function.__code__):
         if name in function.__globals__:
             yield name, function.__globals__[name]
-    yield from (("a default", x) for x in function.__defaults__ or ())
+    code, defaults = function.__code__, function.__defaults__ or ()
+    first = code.co_argcount - len(defaults)
+    yield from zip(code.co_varnames[first : code.co_argcount], defaults, strict=True)
+    yield from (function.__kwdefaults__ or {}).items()
 
 
 def _globals_in(code: CodeType) -> set[str]:
@@ -48,16 +53,19 @@ def _globals_in(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*map(_globals_in, inside))
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    """A value; what a container, or an object of the program's, holds."""
-    yield value
+def held_in(value: Any) -> Iterator[Any]:
+    """A value; what a container, or an object of the program's, holds; what that holds."""
+    level = [value]
+    for _ in range(_DEPTH):
+        yield from level
+        level = [item for each in level for item in _items_of(each)][:_MOST]
+    yield from level
+
+
+def _items_of(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        held = list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        held = list(value)
-    elif hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS):
-        held = list(vars(value).values())
-    else:
-        return
-    for each in held[:_MOST]:
-        yield from each if isinstance(each, (list, tuple)) else (each,)
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, deque)):
+        return list(value)
+    is_object = hasattr(value, "__dict__") and not isinstance(value, _NO_OBJECTS)
+    return list(vars(value).values()) if is_object else []

@@ -16,6 +16,12 @@ from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.kept_by_hooks import name_of_kept
 from core.pipeline.run.checks.plain_loop import parameters_of
 
+_OF_WEIGHTS = (
+    "loss_fn takes norms or sums of weights: only those of this rank's stages count, it is called where the last "
+    "stage is. Use weight_decay, or call backward() on every rank, before step, for a penalty of its own stages, "
+    "times the tokens that gradients are divided by (over the replicas)"
+)
+
 
 class LossWatch:
     """Looks at `loss_fn` in an executor's first step.
@@ -99,6 +105,10 @@ class LossWatch:
                 "divides them by the tokens. Make them parameters of the (last stage's) module, where loss_fn "
                 "can still read them, or freeze them"
             )
+        own = [leaf for leaf in leaves if id(leaf) in own_ids]
+        # a head, and its bias, may be the loss's
+        if self._is_pipeline and (len(own) > 2 or sum(leaf.dim() > 1 for leaf in own) > 1):
+            self._warn_once(_OF_WEIGHTS)
         made_before = [node for node in nodes if node._sequence_nr() < begin]
         if self._is_pipeline and made_before:
             self._warn_once(
@@ -111,11 +121,7 @@ class LossWatch:
 
     def _hear(self, heard: Heard) -> None:
         if heard.kind == "reduction" and not heard.of_gradient:
-            self._warn_once(
-                "loss_fn takes norms or sums of weights: only those of this rank's stages count, it is called "
-                "where the last stage is. Use weight_decay, or call backward() on every rank, before step, for a "
-                "penalty of its own stages, times the tokens that gradients are divided by (over the replicas)"
-            )
+            self._warn_once(_OF_WEIGHTS)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned_of:

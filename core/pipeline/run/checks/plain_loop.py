@@ -19,6 +19,8 @@ from core.parallel_state.environment import HostCopy, reading_waits
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import Hears, StageArithmetic
+from core.pipeline.run.checks.collected import CollectedStatistics
+from core.pipeline.run.checks.host_draws import HostDraws
 from core.pipeline.run.checks.updates import StageUpdates
 from core.pipeline.run.tied import tell_of_twins
 
@@ -157,6 +159,7 @@ class PlainLoopWatch:
 
     sums: hears as well what is done by hand.
     owns_updates: whether torch's optimizers update the stages; under a `grad_sync` ours compare for themselves.
+    count: of all stages.
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class PlainLoopWatch:
         sums: Hears,
         owns_updates: bool,
         has_told_of_twins: bool,
+        count: int,
     ) -> None:
         self._by_stage = stages
         self._has_told_of_twins = has_told_of_twins
@@ -174,7 +178,10 @@ class PlainLoopWatch:
         self.updates = StageUpdates(ps, modules, compares_writes=owns_updates)
         self._ps = ps
         self._arithmetic = StageArithmetic(ps, modules, sums)
-        self._steps = 0
+        self._collected = CollectedStatistics(stages, ps.size("pp"))
+        # `loss_fn`, which the last stage's rank calls, may draw as it likes
+        self._host_draws = HostDraws() if count - 1 not in stages else None
+        self._steps = self._evaluations = 0
         self._told_of_numbers = self._told_of_noise = False
         self._extremes: list[HostCopy] = []
         self._arithmetic.open()
@@ -195,10 +202,27 @@ class PlainLoopWatch:
     def before_call(self, microbatches: int = 0) -> None:
         """A call of the pipeline begins: what it does with parameters is not by hand. microbatches: of a step."""
         self._arithmetic.close()
+        self._collected.before_call()
+        if self._host_draws is not None and microbatches and is_watched_step(self._steps + 1):
+            self._host_draws.before_step()
         self.updates.begin(microbatches)
+
+    def after_forward(self) -> None:
+        """A call without gradients is over."""
+        self._collected.after_call()
+        self._arithmetic.reopen()
+
+    def after_evaluation(self) -> None:
+        """On all ranks. A program may train by evaluations alone, of weights with noise on them."""
+        self._evaluations += 1
+        if is_watched_step(self._evaluations) and not self._told_of_numbers:
+            self._compare_numbers()
 
     def after_step(self) -> None:
         """Raises ValueError, on every rank: gradients were clipped by the norm of one rank's stages."""
+        self._collected.after_call()
+        if self._host_draws is not None:
+            self._host_draws.after_step()
         if is_watched_step(self._steps) and not self._told_of_numbers:
             self._compare_numbers()
         self._steps += 1
@@ -246,7 +270,7 @@ class PlainLoopWatch:
         if low == high and ranks > world / self._stages and not self._told_of_noise:
             self._told_of_noise = True
             warnings.warn(
-                f"what was added to gradients before the update of step {self._steps} begins alike on the pipeline "
+                f"what was added to gradients or weights after step {self._steps} begins alike on the pipeline "
                 "ranks: noise of one seed on all of them is the same noise for other layers. Seed by stage, "
                 "parallel_state.get_pipeline_model_parallel_rank(), and alike on a stage's replicas",
                 stacklevel=5,

@@ -1,0 +1,154 @@
+"""Statistics of several modules that a program puts together on one pipeline rank, which has some of the layers."""
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from core.parallel_state.by_hand.functions import is_foreign
+from core.pipeline.run.checks.kept_by_hooks import held_in, names_in
+
+# calls of a pipeline that are looked at: a log every hundred steps is among them
+_WATCHED_CALLS = 128
+_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_ALL_MODULES = tuple(f"_global{name}" for name in _REGISTRIES)
+
+# what tells whether a value was written: numbers themselves, of a tensor the one and its version, lengths
+Mark = tuple[Any, ...]
+# whose hooks (their code) or attribute, and its name
+Collector = tuple[Any, str]
+
+
+class CollectedStatistics:
+    """Warns, once, of numbers that a call left where hooks, or modules, keep them of several modules of this rank."""
+
+    def __init__(self, stages: Mapping[int, nn.Module], pipeline_ranks: int) -> None:
+        self._stages = stages
+        self._ranks = pipeline_ranks
+        self._calls = 0
+        self._has_told = False
+        self._before: dict[Collector, dict[str, Mark]] | None = None
+        self._parts = self._named_parts()
+        # an attribute that comes later is a program's, on modules of torch's and ours as well
+        self._known = {id(part): {*vars(part)} for part in self._parts.values()}
+
+    def before_call(self) -> None:
+        """A call begins, of any kind."""
+        self._calls += 1
+        is_watched = not self._has_told and self._calls <= _WATCHED_CALLS
+        # modules come and go between calls
+        if is_watched and not self._calls & (self._calls - 1):
+            self._parts = self._named_parts()
+        self._before = self._collected() if is_watched else None
+
+    def after_call(self) -> None:
+        """Tell of what is another than before the call."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        for collector, marks in self._collected().items():
+            old = before.get(collector, {})
+            written = [name for name, mark in marks.items() if mark and old.get(name) != mark]
+            if self._are_layers(written):
+                self._tell(collector[1], written)
+                return
+
+    def _are_layers(self, written: list[str]) -> bool:
+        """Whether several modules, or the only layer that this rank has."""
+        if len(written) != 1:
+            return len(written) > 1
+        pieces = written[0].split(".")
+        lists = [".".join(pieces[:i]) for i, piece in enumerate(pieces) if piece.isdigit()]
+        return any(len(self._parts[name]._modules) == 1 for name in lists if name in self._parts)
+
+    def _tell(self, name: str, written: list[str]) -> None:
+        self._has_told = True
+        where = written[0] if len(written) == 1 else f"{written[0]} to {written[-1]}"
+        warnings.warn(
+            f"`{name}` keeps numbers of {len(written)} modules of this rank ({where}), one of {self._ranks} pipeline "
+            "ranks; others have other layers: a mean, sum or maximum of them is not the model's. Each by its name is "
+            "right; sum, and count, over parallel_state.get_pipeline_model_parallel_group(), or gather by name",
+            stacklevel=4,
+        )
+
+    def _named_parts(self) -> dict[str, nn.Module]:
+        parts: dict[str, nn.Module] = {}
+        for index, stage in self._stages.items():
+            prefix = f"stage {index}" if len(self._stages) > 1 else ""
+            parts |= dict(stage.named_modules(prefix=prefix))
+        return parts
+
+    def _collected(self) -> dict[Collector, dict[str, Mark]]:
+        """By collector and module: the mark of what is kept of it."""
+        found: dict[Collector, dict[str, Mark]] = {}
+        # what hooks share is looked at once
+        marks: dict[int, Mark] = {}
+        of_all = [x for name in _OF_ALL_MODULES for x in _foreign(vars(torch_module)[name])]
+        for name, part in self._parts.items():
+            hooks = [hook for registry in _REGISTRIES for hook in _foreign(vars(part)[registry])]
+            for hook in (*hooks, *of_all):
+                for kept, value in names_in(hook):
+                    if id(value) not in marks:
+                        marks[id(value)] = _mark_of(value)
+                    found.setdefault((_code_of(hook), kept), {})[name] = marks[id(value)]
+            known = () if is_foreign(type(part)) else self._known.get(id(part), ())
+            for kept, value in _public(part):
+                if kept not in known and _is_statistic(value):
+                    found.setdefault((type(part), kept), {})[name] = _mark_of(value)
+        return found
+
+
+def _foreign(hooks: Mapping[int, Any]) -> list[Any]:
+    return [hook for hook in hooks.values() if is_foreign(hook)] if hooks else []
+
+
+def _code_of(hook: Any) -> Any:
+    """The same for all hooks that one line of a program makes."""
+    return getattr(getattr(hook, "__func__", hook), "__code__", type(hook))
+
+
+def _public(module: nn.Module) -> Iterable[tuple[str, Any]]:
+    return [(k, v) for k, v in vars(module).items() if k[0] != "_" and k != "training"]
+
+
+def _is_statistic(value: Any) -> bool:
+    """A number, or one for each feature, or several of these; activations that a module keeps are none."""
+    if isinstance(value, (list, dict)):
+        return any(_is_statistic(each) for each in held_in(value) if each is not value)
+    return isinstance(value, float) or (type(value) is Tensor and value.dim() < 2)
+
+
+def _mark_of(value: Any) -> Mark:
+    """() where it holds no numbers."""
+    if not is_foreign(type(value)):
+        return ()
+    marks: list[Any] = []
+    has_numbers = False
+    for each in held_in(dict(_public(value)) if isinstance(value, nn.Module) else value):
+        if isinstance(each, Tensor):
+            marks += [_Same(each), None if each.is_inference() else each._version]
+        elif isinstance(each, float):
+            marks.append(each)
+        elif isinstance(each, (list, set, dict, deque)):
+            marks.append(len(each))
+        # how often a hook was called is counted alone
+        has_numbers |= isinstance(each, (Tensor, float)) or (
+            type(each) is int and each is not value
+        )
+    return tuple(marks) if has_numbers else ()
+
+
+class _Same:
+    """Equals of one tensor, while it lives: an address is used again."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._reference = weakref.ref(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._reference is other._reference
+
+    __hash__ = object.__hash__

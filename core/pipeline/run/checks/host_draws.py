@@ -1,0 +1,44 @@
+"""Random numbers of Python's or numpy's that a stage's forwards draw: a layer's coin, say."""
+
+import random
+import sys
+import warnings
+from typing import Any
+
+
+class HostDraws:
+    """Warns, once, where a step drew from them: an executor seeds torch's generators, and no others."""
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, ...] | None = None
+        self._has_told = False
+
+    def before_step(self) -> None:
+        """Remember where the generators stand."""
+        self._before = None if self._has_told else _states()
+
+    def after_step(self) -> None:
+        """Tell of those that stand elsewhere."""
+        before, self._before = self._before, None
+        if before is None:
+            return
+        after = _states()
+        if before != after:
+            self._has_told = True
+            name = "random" if before[0] != after[0] else "numpy.random"
+            warnings.warn(
+                f"the stages of this rank drew from {name} in a step: with one seed on all pipeline ranks other "
+                "stages' layers get the same numbers, in the order of the schedule, and a layer that is recomputed "
+                "draws again. Draw with torch (torch.rand(())), whose generators are seeded for each microbatch and "
+                "stage",
+                stacklevel=4,
+            )
+
+
+def _states() -> tuple[Any, Any]:
+    # not imported for this
+    numpy = sys.modules.get("numpy")
+    legacy = numpy.random.get_state() if numpy is not None else None
+    # the place in the last block of numbers, and that block's first ones
+    place = None if legacy is None else (legacy[2], *legacy[1][:4].tolist())
+    return random.getstate(), place
