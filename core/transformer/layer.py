@@ -107,7 +107,9 @@ _LISTED = (
 )
 _BY_PLACE = re.compile(r"\benumerate\(|\bzip\(|\bnext\(|[\])]\s*\[" + _LISTED)
 # two models' layers are paired by their names
-_OF_NAMES = re.compile(r"\benumerate\(|\bnext\(|[\])]\s*\[")
+_OF_NAMES = re.compile(
+    r"\benumerate\(|\bnext\(|[\])]\s*\[|(?<!: )\b(\w+)\s+for\s+(?:.*\bfor\s+)?\(?\w+\s*,\s*\1\)?\s+in\b"
+)
 _COUNTER = re.compile(r"\+= 1\b")
 _NAMED = re.compile(r"^\s*(\w+)\s*=\s*(?:\[|\(|list\(|tuple\()")
 

@@ -132,6 +132,8 @@ USES = {
     "counted": counted,
     "counted before": counted_before,
     "returned": lambda layers: [*enumerate(values_of(layers))],
+    "without names": lambda layers: [layer for _, layer in layers.items()],
+    "names and layers": lambda layers: [(number, layer) for number, layer in layers.items()],
     "flat": lambda layers: [layer for part in (layers,) for layer in part.values()],
     "len": lambda layers: len(layers),
     "enumerate": lambda layers: [i for i, layer in enumerate(layers.values())],
@@ -157,7 +159,16 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 def test_layers_that_are_taken_by_their_place_in_a_stage_are_told(ranks, use):
     """A decay by depth, an initial value by depth, the first layer frozen: on each stage they would begin again."""
-    by_place = use not in ("counted before", "loop", "all", "by number", "modules", "applied", "items of two")
+    by_place = use not in (
+        "counted before",
+        "names and layers",
+        "loop",
+        "all",
+        "by number",
+        "modules",
+        "applied",
+        "items of two",
+    )
     for rank, messages in enumerate(ranks(said_of_layers, use, world=2)):
         assert len(messages) == by_place
         if by_place:

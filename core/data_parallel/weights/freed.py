@@ -56,11 +56,16 @@ class FreedParameter(Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            if func not in FACTS:
-                for leaf in pytree.tree_leaves((args, kwargs)):
-                    if type(leaf) is FreedParameter:
-                        leaf.bucket.lend()  # type: ignore[attr-defined]
+            cls.gather_first(func, args, kwargs)
             return func(*args, **(kwargs or {}))
+
+    @staticmethod
+    def gather_first(func: Any, args: Any, kwargs: Any) -> None:
+        """Of those that `func` is about to read; also asked by a class of tensors beside which one is read."""
+        if func not in FACTS:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if type(leaf) is FreedParameter:
+                    leaf.bucket.lend()  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict) -> Parameter:
         self.bucket.lend()  # type: ignore[attr-defined]

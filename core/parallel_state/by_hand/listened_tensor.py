@@ -1,5 +1,6 @@
 """The base of tensors whose class hears what a program calls on them."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -7,6 +8,14 @@ from torch import Tensor
 
 # what those who listen write on a tensor
 _MARKS = ("axes", "partial", "seen_by", "numbers", "counted", "total", "heard", "twins")
+
+
+def gather_first(types: Iterable[type], func: Any, args: tuple, kwargs: dict | None) -> None:
+    """torch asks one class alone: let another, of weights that are elsewhere (ZeRO-3's), bring them for `func`."""
+    for kind in types:
+        if (gather := getattr(kind, "gather_first", None)) is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                gather(func, args, kwargs)
 
 
 def unmark(tensor: Any, plain: type = Tensor) -> None:

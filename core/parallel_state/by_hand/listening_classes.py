@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from core.parallel_state.by_hand.functions import called_by_core
+from core.parallel_state.by_hand.listened_tensor import gather_first
 from core.parallel_state.by_hand.whole_dims import axes_of_parameter
 
 
@@ -93,6 +94,8 @@ def listening_classes(reporter: Reporter) -> tuple[type[Parameter], type[Tensor]
         if reporter.compiles and torch.compiler.is_compiling():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if len(types) > 1:
+            gather_first(types, func, args, kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         # zero_grad, say: two per parameter, so no further calls
         if caller.startswith(("torch.optim.", "core.")):

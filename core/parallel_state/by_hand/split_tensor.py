@@ -20,7 +20,7 @@ from core.parallel_state.by_hand.functions import (
     called_by_torch_module,
     function_name,
 )
-from core.parallel_state.by_hand.listened_tensor import ListenedTensor, unmark
+from core.parallel_state.by_hand.listened_tensor import ListenedTensor, gather_first, unmark
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_flex import score_functions
 
@@ -46,6 +46,8 @@ class SplitTensor(ListenedTensor):
         kwargs = kwargs or {}
         if func in _BACKWARD:
             return _run_backward(func, args, kwargs)
+        if len(types) > 1:
+            gather_first(types, func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             # our own layers know what a part is; only the program's use is judged
             if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:

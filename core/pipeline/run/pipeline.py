@@ -236,7 +236,7 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
         batch that does not divide, another shape within a step). A single process raises the failure itself.
         """
         with self._broadcast_failures("step"):
-            loss_fn = self._loss_watch.around(loss_fn)
+            loss_fn = self._loss_watch.around(loss_fn, self.num_microbatches)
             self._batch_watch.before_step(batch)
             self.sums_watch.before_step()
             how = {"training": True, "loss_scale": loss_scale, "draws": self._numbers.begin_step()}

@@ -111,7 +111,7 @@ class SingleStage(NumberedSteps):
         sync = self.grad_sync
         model = self.model
         microbatches = split_microbatches(batch, self.num_microbatches)
-        loss_fn = self._loss_watch.around(loss_fn)
+        loss_fn = self._loss_watch.around(loss_fn, self.num_microbatches)
         self._sums_watch.before_step()
         sums = []
         draws = self._numbers.begin_step()

@@ -13,6 +13,7 @@ from core.autograd.graph import nodes_behind
 from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.collectives import all_gather
 from core.parallel_state.state import ParallelState
+from core.pipeline.run.checks.halves import HalvesOfRows
 from core.pipeline.run.checks.kept_by_hooks import name_of_kept
 from core.pipeline.run.checks.plain_loop import parameters_of
 
@@ -39,13 +40,15 @@ class LossWatch:
         # the program's, until its first step is over
         self._loss_fn: Callable[..., Any] | None = None
         self._was_called = False
+        self._halves = HalvesOfRows(1)
         self._group, self._device = ps.group("pp"), ps.device
 
-    def around(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`loss_fn`, looked at; itself from the second step on."""
+    def around(self, loss_fn: Callable[..., Any], microbatches: int) -> Callable[..., Any]:
+        """`loss_fn`, looked at; itself from the second step on. microbatches: of the step."""
         if not self._is_first:
             return loss_fn
         self._is_first = False
+        self._halves = HalvesOfRows(microbatches)
         if not self._is_pipeline:
             return partial(self._look_at_graph, loss_fn)
         by_hand = ByHand(self._hear)
@@ -85,7 +88,8 @@ class LossWatch:
         # before loss_fn may write into them
         ends = {output.grad_fn for output in outputs}
         begin = _now()
-        result = loss_fn(*arguments)
+        with self._halves.following(arguments):
+            result = loss_fn(*arguments)
         loss = result[0] if isinstance(result, tuple) and result else None
         if not isinstance(loss, Tensor) or loss.grad_fn is None:
             return result
