@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from tests.zoo.case import Case, Family
 from tests.zoo.context_losses import LAYOUTS, by, by_number
@@ -23,6 +24,16 @@ def steered(change):
         return loss
 
     return loss_of
+
+
+def deep_supervision(program):
+    """The first layer's hidden states, [s/cp, b, h], through the model's own head beside the last one's."""
+    model, kept = program.model, []
+    handle = model.decoder.layers[0].register_forward_hook(lambda module, args, hidden: kept.append(hidden))
+    loss = F.cross_entropy(program.logits().flatten(0, 1), program.labels.flatten())
+    handle.remove()
+    early = model.gather_logits(model.output_layer(model.decoder.final_layernorm(kept[0]))).transpose(0, 1)
+    return loss + 0.3 * F.cross_entropy(early.flatten(0, 1), program.labels.flatten())
 
 
 def vectors_like(hidden):
@@ -174,6 +185,7 @@ CASES = [
     ),
     Case("a hook, `h + v`", by(steered(lambda h, v: h + v))),
     Case("a hook, `h.index_fill(2, columns, 0.0)`", by(steered(lambda h, v: h.index_fill(2, numbers(), 0.0)))),
+    Case("deep supervision: a hooked layer through `output_layer` and `gather_logits`", by(deep_supervision)),
     by_number("`for row, n in zip(losses, lengths): row[n]`", last_by_length),
     by_number("`torch.segment_reduce` of losses", by_document),
 ]

@@ -85,9 +85,9 @@ class Sums(FollowsRows):
         values = logits.detach().as_subclass(Tensor)
 
         def note(gradient: Tensor) -> None:
-            found = means.weights_in_cross_entropy(gradient, values)
-            # a tensor rank's part of the logits is none; the gathered ones were before it
-            self._weights = means.known_weights(found, self._weights)
+            # a tensor rank's part of logits is none, the gathered ones were before it; a hidden layer's are others
+            if (found := means.weights_in_cross_entropy(gradient, values)).shape == self._shape:
+                self._weights = means.known_weights(found, self._weights)
 
         logits.register_hook(note)
 
