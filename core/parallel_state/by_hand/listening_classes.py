@@ -138,8 +138,8 @@ def listening_classes(reporter: Reporter) -> tuple[type[Parameter], type[Tensor]
         "__deepcopy__": copied,
         "__reduce_ex__": reduced,
         "__module__": __name__,
+        "reports_to": reporter,
     }
-    shared["reports_to"] = reporter
     of_parameter = {"axes": property(axes_of_parameter)}
     reporter.classes = (
         type("Parameter", (Parameter,), shared | of_parameter),
