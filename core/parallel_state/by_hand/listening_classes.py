@@ -140,9 +140,8 @@ def listening_classes(reporter: Reporter) -> tuple[type[Parameter], type[Tensor]
         "__module__": __name__,
         "reports_to": reporter,
     }
-    of_parameter = {"axes": property(axes_of_parameter)}
     reporter.classes = (
-        type("Parameter", (Parameter,), shared | of_parameter),
+        type("Parameter", (Parameter,), shared | {"axes": property(axes_of_parameter)}),
         type("Tensor", (Tensor,), shared),
     )
     return reporter.classes
