@@ -46,6 +46,11 @@ def of_columns(output, microbatch):
     return (left * right).sum()
 
 
+def squeezed(output, microbatch):
+    """By functions without arguments, and with names alone."""
+    return torch.square(input=output[:, None].squeeze().unsqueeze(dim=1).contiguous()).sum()
+
+
 def with_first(output, microbatch):
     """A row is printed."""
     assert str(output[0].tolist())
@@ -58,15 +63,17 @@ LOSSES = {
     "slices": paired(lambda x: (x[: len(x) // 2], x[len(x) // 2 :])),
     "narrow": paired(lambda x: (x.narrow(0, 0, len(x) // 2), x.narrow(0, len(x) // 2, len(x) // 2))),
     "view": paired(by_view),
+    "reshape": paired(lambda x: x.reshape([2, -1])),
     "targets": lambda output, microbatch: (output * torch.cat(microbatch["y"].chunk(2)[::-1])).sum(),
     "neighbours": paired(lambda x: (x[0::2], x[1::2])),
     "neighbours by view": paired(pairs_by_view),
     "columns": of_columns,
     "tokens": in_chunks,
     "first": with_first,
+    "squeezed": squeezed,
     "sums": lambda output, microbatch: scores(output, microbatch).sum(),
 }
-TOLD = {"chunk", "split", "slices", "narrow", "view", "targets"}
+TOLD = {"chunk", "split", "slices", "narrow", "view", "reshape", "targets"}
 
 
 def batch():

@@ -12,9 +12,9 @@ _MARKS = ("axes", "partial", "seen_by", "numbers", "counted", "total", "heard", 
 
 def gather_first(types: Iterable[type], func: Any, args: tuple, kwargs: dict | None) -> None:
     """torch asks one class alone: let another, of weights that are elsewhere (ZeRO-3's), bring them for `func`."""
-    for kind in types:
-        if (gather := getattr(kind, "gather_first", None)) is not None:
-            with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():
+        for kind in types:
+            if (gather := getattr(kind, "gather_first", None)) is not None:
                 gather(func, args, kwargs)
 
 

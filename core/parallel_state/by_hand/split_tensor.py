@@ -46,12 +46,12 @@ class SplitTensor(ListenedTensor):
         kwargs = kwargs or {}
         if func in _BACKWARD:
             return _run_backward(func, args, kwargs)
-        if len(types) > 1:
-            gather_first(types, func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             # our own layers know what a part is; only the program's use is judged
             if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
                 return func(*args, **kwargs)
+            if len(types) > 1:
+                gather_first(types, func, args, kwargs)
             frame = sys._getframe(1)
             if called_by_core(frame) and not _is_heard(args, frame):
                 if function_name(func) == "all_reduce":

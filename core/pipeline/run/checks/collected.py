@@ -89,7 +89,9 @@ class CollectedStatistics:
         marks: dict[int, Mark] = {}
         of_all = [x for name in _OF_ALL_MODULES for x in _foreign(vars(torch_module)[name])]
         for name, part in self._parts.items():
-            hooks = [hook for registry in _REGISTRIES for hook in _foreign(vars(part)[registry])]
+            hooks = [
+                hook for registry in _REGISTRIES for hook in _foreign(getattr(part, registry, {}))
+            ]
             for hook in (*hooks, *of_all):
                 for kept, value in names_in(hook):
                     if id(value) not in marks:

@@ -51,15 +51,15 @@ class HalvesOfRows(Follower):
     def follow(self, call: Call) -> None:
         if self._has_told:
             return
-        if isinstance(call.args[0], SplitTensor) and _are_halves(call):
-            self._tell(call.name)
-            return
         try:
+            is_half = isinstance(call.args[0], SplitTensor) and _are_halves(call)
             outcome = outcome_of(call.func, call.name, call.args, call.kwargs, call.result)
         except Exception:
             # who looks on must not end a right program
             return
-        if isinstance(outcome, list):
+        if is_half:
+            self._tell(call.name)
+        elif isinstance(outcome, list):
             for tensor, axes in outcome:
                 self.mark(tensor, axes)
 
@@ -93,5 +93,5 @@ def _are_halves(call: Call) -> bool:
     if kind_of(call.name) != "view" or rows == 2 or call.result.dim() < 2:
         return False
     # neighbours are `view(-1, 2)`
-    sizes = args[1] if isinstance(args[1], (tuple, list)) else args[1:]
-    return sizes[:1] == (2,) and call.result.shape[1] == rows // 2
+    sizes = pytree.tree_leaves(args[1:])
+    return sizes[:1] == [2] and call.result.shape[:2] == (2, rows // 2)

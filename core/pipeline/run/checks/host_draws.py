@@ -38,7 +38,8 @@ class HostDraws:
 def _states() -> tuple[Any, Any]:
     # not imported for this
     numpy = sys.modules.get("numpy")
-    legacy = numpy.random.get_state() if numpy is not None else None
-    # the place in the last block of numbers, and that block's first ones
-    place = None if legacy is None else (legacy[2], *legacy[1][:4].tolist())
+    legacy: Any = numpy.random.get_state() if numpy is not None else None
+    # the place in the last block of numbers, and that block's first ones; of numpy's own generator
+    is_known = isinstance(legacy, tuple) and len(legacy) > 2
+    place = (legacy[2], *legacy[1][:4].tolist()) if is_known else None
     return random.getstate(), place
