@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
-from core.parallel_state.by_hand.as_written import AsWritten
+from core.parallel_state.by_hand.as_written import AsWritten, compiles
 from core.parallel_state.by_hand.split_functions import outcome_of
 from core.parallel_state.by_hand.split_names import kind_of
 from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
@@ -38,7 +38,8 @@ class HalvesOfRows(Follower):
         if self._has_told or self._microbatches < 2 or rows < 2:
             yield
             return
-        self._eager.hold()
+        if compiles():
+            self._eager.hold()
         try:
             for x in pytree.tree_leaves(arguments):
                 if type(x) is Tensor and x.dim() and x.shape[0] == rows:
