@@ -137,7 +137,7 @@ def _mark_of(value: Any) -> Mark:
             marks.append(each)
         elif isinstance(each, (list, set, dict, deque)):
             marks.append(len(each))
-        # how often a hook was called is counted alone
+        # an integer by itself counts calls; integers in a container are kept
         has_numbers |= isinstance(each, (Tensor, float)) or (
             type(each) is int and each is not value
         )

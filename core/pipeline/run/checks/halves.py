@@ -66,11 +66,10 @@ class HalvesOfRows(Follower):
 
     def _tell(self, name: str) -> None:
         self._has_told = True
-        count = self._microbatches
         warnings.warn(
-            f"loss_fn takes halves of a microbatch's rows ({name}), and the batch is cut along dim 0 into {count} "
-            f"microbatches: row i of the batch's first half is no longer beside row i of its second. Let partners be "
-            "neighbours in the batch, and take output[0::2] and output[1::2], or order the batch so that each "
+            f"loss_fn takes halves of a microbatch's rows ({name}), and the batch is cut along dim 0 into "
+            f"{self._microbatches} microbatches: row i of the batch's first half is no longer beside row i of its "
+            "second. Let partners be neighbours in the batch, and take output[0::2] and output[1::2], or order the batch so that each "
             "microbatch has the halves that belong together",
             stacklevel=6,
         )
