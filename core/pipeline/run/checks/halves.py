@@ -69,8 +69,8 @@ class HalvesOfRows(Follower):
         warnings.warn(
             f"loss_fn takes halves of a microbatch's rows ({name}), and the batch is cut along dim 0 into "
             f"{self._microbatches} microbatches: row i of the batch's first half is no longer beside row i of its "
-            "second. Let partners be neighbours in the batch, and take output[0::2] and output[1::2], or order the batch so that each "
-            "microbatch has the halves that belong together",
+            "second. Let partners be neighbours in the batch, and take output[0::2] and output[1::2], or order "
+            "the batch so that each microbatch has the halves that belong together",
             stacklevel=6,
         )
 
