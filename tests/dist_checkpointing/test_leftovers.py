@@ -98,7 +98,9 @@ def test_interrupted_at_any_moment(tmp_path, single):
                 signal.setitimer(signal.ITIMER_REAL, dice.uniform(0.001, 0.06))
                 save(state, tmp_path / "x", ps=single)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, RuntimeError) as error:
+                # between a Condition's acquire and its release Python's own threading makes another error of it
+                assert isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
                 interrupted += 1
             time.sleep(0.01)
             assert os.listdir(tmp_path) == ["x"] and check(open_checkpoint_dir(tmp_path / "x"), full=True) == []

@@ -118,6 +118,34 @@ def test_what_modules_keep(ranks, kind, layers, told):
         assert not messages or "`deviation`" in messages[0]
 
 
+class Adds(nn.Module):
+    """What its parts leave goes on with the activations."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.parts, self.keeps = nn.ModuleList(Gauge(4, 4) for _ in range(2)), keeps
+
+    def forward(self, input):
+        total = 0.0
+        for part in self.parts:
+            input = part(input)
+            total = total + part.deviation
+        if self.keeps:
+            self.total = total
+        return input + total
+
+
+def taken_up(keeps):
+    return [x for x in train(Adds(keeps), state(pp=2)) if "keeps numbers of" in x]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_a_stage_takes_up_itself(ranks, keeps):
+    """An auxiliary loss that is added to the output is no statistic, unless the sum is kept."""
+    for messages in ranks(taken_up, keeps, world=2):
+        assert len(messages) == keeps
+
+
 def in_evaluation(by_all_modules):
     ps = state(pp=2)
     module, kept = stage_of_layers(ps), []

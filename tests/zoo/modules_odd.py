@@ -139,16 +139,25 @@ def _auxiliary(m, x):
     return y + m.layer.aux * 3
 
 
-class _Aux(nn.Module):
+class _Gated(nn.Module):
+    """Leaves a list of numbers."""
+
     def __init__(self):
         super().__init__()
-        self.lin, self.gate, self.kept = lin(), lin(), []
+        self.lin, self.gate = lin(), lin()
 
     def forward(self, x):
         gate = self.gate(x).softmax(-1)
-        self.aux = gate.square().mean()
-        self.kept = [gate.mean()]
+        self.leave(gate)
         return x + self.lin(x) * gate
+
+    def leave(self, gate):
+        self.kept = [gate.mean()]
+
+
+class _Aux(_Gated):
+    def leave(self, gate):
+        self.aux = gate.square().mean()
 
 
 class _Collects(nn.Module):
@@ -156,7 +165,7 @@ class _Collects(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.found = _Aux(), []
+        self.layer, self.found = _Gated(), []
         self.layer.gate.register_forward_hook(lambda module, args, out: self.found.append(out))
 
     def forward(self, x):

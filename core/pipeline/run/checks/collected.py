@@ -1,9 +1,11 @@
 """Statistics of several modules that a program puts together on one pipeline rank, which has some of the layers."""
 
+import dis
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,7 +55,7 @@ class CollectedStatistics:
         for collector, marks in self._collected().items():
             old = before.get(collector, {})
             written = [name for name, mark in marks.items() if mark and old.get(name) != mark]
-            if self._are_layers(written):
+            if self._are_layers(written) and not self._are_taken_up(collector[1], written):
                 self._tell(collector[1], written)
                 return
 
@@ -64,6 +66,24 @@ class CollectedStatistics:
         pieces = written[0].split(".")
         lists = [".".join(pieces[:i]) for i, piece in enumerate(pieces) if piece.isdigit()]
         return any(len(self._parts[name]._modules) == 1 for name in lists if name in self._parts)
+
+    def _are_taken_up(self, kept: str, written: list[str]) -> bool:
+        """Whether modules around read it in their forwards, and keep no numbers: it goes on with the activations."""
+        return all(
+            any(self._takes_up(kept, name, around) for around in _around(name)) for name in written
+        )
+
+    def _takes_up(self, kept: str, name: str, around: str) -> bool:
+        module = self._parts.get(around)
+        if (
+            module is None
+            or type(module) is type(self._parts[name])
+            or not is_foreign(type(module))
+        ):
+            return False
+        known = self._known.get(id(module), ())
+        keeps_numbers = any(_is_statistic(x) for k, x in _public(module) if k not in known)
+        return not keeps_numbers and any(_reads(f, kept) for f in _run_by(module))
 
     def _tell(self, name: str, written: list[str]) -> None:
         self._has_told = True
@@ -93,7 +113,7 @@ class CollectedStatistics:
                 hook for registry in _REGISTRIES for hook in _foreign(getattr(part, registry, {}))
             ]
             for hook in (*hooks, *of_all):
-                for kept, value in names_in(hook):
+                for kept, value in _named_by(hook):
                     if id(value) not in marks:
                         marks[id(value)] = _mark_of(value)
                     found.setdefault((_code_of(hook), kept), {})[name] = marks[id(value)]
@@ -104,6 +124,24 @@ class CollectedStatistics:
         return found
 
 
+def _around(name: str) -> list[str]:
+    pieces = name.split(".")
+    return [".".join(pieces[:i]) for i in range(len(pieces))]
+
+
+def _run_by(module: nn.Module) -> list[FunctionType]:
+    """Its forward, and functions that it was given."""
+    given = (type(module).forward, *vars(module).values())
+    return [f for f in given if isinstance(f, FunctionType)]
+
+
+def _reads(function: FunctionType, attribute: str) -> bool:
+    return any(
+        each.argval == attribute and each.opname in ("LOAD_ATTR", "LOAD_METHOD")
+        for each in dis.get_instructions(function)
+    )
+
+
 def _foreign(hooks: Mapping[int, Any]) -> list[Any]:
     return [hook for hook in hooks.values() if is_foreign(hook)] if hooks else []
 
@@ -111,6 +149,13 @@ def _foreign(hooks: Mapping[int, Any]) -> list[Any]:
 def _code_of(hook: Any) -> Any:
     """The same for all hooks that one line of a program makes."""
     return getattr(getattr(hook, "__func__", hook), "__code__", type(hook))
+
+
+def _named_by(hook: Any) -> Iterable[tuple[str, Any]]:
+    """What a hook refers to; of a module what that keeps."""
+    for name, value in names_in(hook):
+        is_own = isinstance(value, nn.Module) and is_foreign(type(value))
+        yield from _public(value) if is_own else [(name, value)]
 
 
 def _public(module: nn.Module) -> Iterable[tuple[str, Any]]:
@@ -130,7 +175,7 @@ def _mark_of(value: Any) -> Mark:
         return ()
     marks: list[Any] = []
     has_numbers = False
-    for each in held_in(dict(_public(value)) if isinstance(value, nn.Module) else value):
+    for each in held_in(value):
         if isinstance(each, Tensor):
             marks += [_Same(each), None if each.is_inference() else each._version]
         elif isinstance(each, float):
