@@ -116,7 +116,7 @@ class CollectedStatistics:
                 for kept, value in _named_by(hook):
                     if id(value) not in marks:
                         marks[id(value)] = _mark_of(value)
-                    found.setdefault((_code_of(hook), kept), {})[name] = marks[id(value)]
+                    found.setdefault((code_of(hook), kept), {})[name] = marks[id(value)]
             known = () if is_foreign(type(part)) else self._known.get(id(part), ())
             for kept, value in _public(part):
                 if kept not in known and _is_statistic(value):
@@ -146,7 +146,7 @@ def _foreign(hooks: Mapping[int, Any]) -> list[Any]:
     return [hook for hook in hooks.values() if is_foreign(hook)] if hooks else []
 
 
-def _code_of(hook: Any) -> Any:
+def code_of(hook: Any) -> Any:
     """The same for all hooks that one line of a program makes."""
     return getattr(getattr(hook, "__func__", hook), "__code__", type(hook))
 

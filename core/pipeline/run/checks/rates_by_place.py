@@ -25,7 +25,7 @@ def rates_by_place(
             rates |= dict.fromkeys(map(id, group["params"]), float(group["lr"]))
     of_all = of_layers = None
     for module in modules:
-        layers = _layers_of(module)
+        layers = layers_of(module)
         if layers:
             of_all = of_all or _course(module.parameters(), rates)
             of_layers = of_layers or _course((p for x in layers for p in x.parameters()), rates)
@@ -40,7 +40,7 @@ def _course(parameters: Iterable[nn.Parameter], rates: dict[int, float]) -> floa
     return ways.pop() * (1 + known[0]) if len(ways) == 1 else None
 
 
-def _layers_of(module: nn.Module) -> list[nn.Module]:
+def layers_of(module: nn.Module) -> list[nn.Module]:
     """Those of the first list that has several with parameters."""
     for part in module.modules():
         if isinstance(part, _LISTS):
@@ -48,6 +48,18 @@ def _layers_of(module: nn.Module) -> list[nn.Module]:
             if len(layers) > 1:
                 return layers
     return []
+
+
+def moments(number: float | None) -> tuple[float, float, float]:
+    """Of a number that some ranks have, to be summed over them: how many, the number, that squared."""
+    return (0.0, 0.0, 0.0) if number is None else (1.0, number, number * number)
+
+
+def are_alike(sums: Tensor, replicas: int, exact: float = 0.0) -> bool:
+    """Whether more ranks than the replicas of one stage have a number, and one. sums: of `moments`."""
+    count, number, squares = sums.tolist()
+    spread = count * squares - number * number
+    return count > replicas and spread <= max(1e-12 * count * squares, (exact * count) ** 2)
 
 
 def share_of_zeros(modules: Sequence[nn.Module]) -> tuple[float, float] | None:

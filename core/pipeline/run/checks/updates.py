@@ -19,7 +19,13 @@ from core.parallel_state.environment import reading_waits
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import READ_EVERY
-from core.pipeline.run.checks.rates_by_place import rates_by_place, share_of_zeros
+from core.pipeline.run.checks.layers_by_place import LayersByPlace
+from core.pipeline.run.checks.rates_by_place import (
+    are_alike,
+    moments,
+    rates_by_place,
+    share_of_zeros,
+)
 
 _SHARED = "the step's result, core.optimizer.GradScaler, core.optimizer.get_grad_norm"
 
@@ -57,6 +63,8 @@ class StageUpdates:
         # of this step, and how exact it is
         self._zeros: tuple[float, float] | None = None
         self._told_of_zeros = False
+        self._replicas = ps.size("dp-cp")
+        self._layers = LayersByPlace(modules, self._replicas, ps.size("pp"))
         before_optimizer_steps(self._note)
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -107,11 +115,11 @@ class StageUpdates:
             )
 
     def with_numbers(self, total: Tensor) -> Tensor:
-        """float64 [n] -> [n + 16], to be summed over all ranks.
+        """float64 [n] -> [n + 28], to be summed over all ranks.
 
         Ranks: whose weights were written, could be; with an optimizer's step, that could; with a rate, its change,
         that squared; with rates by the place of a parameter, a number of these, that squared; the same of layers,
-        and of zeros.
+        of zeros, and what `LayersByPlace` gives.
         """
         # steps 1, 2, 4, 8 ...: all weights are read
         is_watched = not (self._step + 1) & self._step
@@ -134,19 +142,21 @@ class StageUpdates:
             float(self._change is not None),
             change,
             change * change,
-            *_moments(self._rates_by_place[0]),
-            *_moments(self._rates_by_place[1]),
-            *_moments(self._zeros[0] if self._zeros is not None else None),
+            *moments(self._rates_by_place[0]),
+            *moments(self._rates_by_place[1]),
+            *moments(self._zeros[0] if self._zeros is not None else None),
+            *self._layers.numbers(is_watched=is_watched, is_first=self._step == 0),
         ]
         self._has_stepped, self._change, self._rates_by_place = False, None, (None, None)
         return torch.cat((total, total.new_tensor(numbers)))
 
     def look(self, sums: Tensor) -> None:
-        """Warns, once, on every rank. sums: [16], over all ranks."""
+        """Warns, once, on every rank. sums: [28], over all ranks."""
         self._step += 1
         updated, trainable, stepped, could_step, count, change, squares = sums[:7]
         self._look_at_places(sums[7:10], sums[10:13])
-        self._look_at_zeros(*sums[13:])
+        self._look_at_zeros(sums[13:16])
+        self._layers.look(sums[16:])
         differ = (updated > 0) & (updated < trainable)
         differ |= (stepped > 0) & (stepped < could_step)
         # ranks without a change that others have, or with another
@@ -184,10 +194,8 @@ class StageUpdates:
         if not self._has_looked_at_places or self._has_read_places:
             return
         self._has_read_places = True
-        for count, number, squares in courses:
-            are_alike = count * squares - number * number <= 1e-12 * count * squares
-            # more than the replicas of one stage
-            if count > self._ps.size("dp-cp") and are_alike:
+        for course in courses:
+            if are_alike(course, self._replicas):
                 warnings.warn(
                     "the learning rates of a stage's layers, 0 of frozen ones, go by their place in the stage, and "
                     f"begin again on each of {self._ps.size('pp')} pipeline ranks: a decay by depth, the last layer "
@@ -197,13 +205,12 @@ class StageUpdates:
                 )
                 return
 
-    def _look_at_zeros(self, count: Tensor, share: Tensor, squares: Tensor) -> None:
+    def _look_at_zeros(self, sums: Tensor) -> None:
         """Warns where the stages were pruned to one share of zeros, which their matrices do not have."""
         if self._zeros is None or self._told_of_zeros:
             return
         exact = self._zeros[1] / self._zeros[0]
-        are_alike = count * squares - share * share <= (exact * count) ** 2
-        if count > self._ps.size("dp-cp") and are_alike:
+        if are_alike(sums, self._replicas, exact):
             self._told_of_zeros = True
             warnings.warn(
                 f"{self._zeros[0]:.4g} of the weights of each stage are zeros, and its matrices have more or fewer: "
@@ -214,7 +221,3 @@ class StageUpdates:
 
     def _trainable(self) -> list[nn.Parameter]:
         return [p for module in self._modules for p in module.parameters() if p.requires_grad]
-
-
-def _moments(number: float | None) -> tuple[float, float, float]:
-    return (0.0, 0.0, 0.0) if number is None else (1.0, number, number * number)
