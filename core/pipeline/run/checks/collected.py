@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from core.parallel_state.by_hand.functions import is_foreign
-from core.pipeline.run.checks.kept_by_hooks import held_in, names_in
+from core.pipeline.run.checks.kept_by_hooks import held_in, reached_from
 
 # calls of a pipeline that are looked at: a log every hundred steps is among them
 _WATCHED_CALLS = 128
@@ -47,17 +47,18 @@ class CollectedStatistics:
             self._parts = self._named_parts()
         self._before = self._collected() if is_watched else None
 
-    def after_call(self) -> None:
-        """Tell of what is another than before the call."""
+    def after_call(self) -> bool:
+        """Tell of what is another than before the call. Whether it was told, now or earlier."""
         before, self._before = self._before, None
         if before is None:
-            return
+            return self._has_told
         for collector, marks in self._collected().items():
             old = before.get(collector, {})
             written = [name for name, mark in marks.items() if mark and old.get(name) != mark]
             if self._are_layers(written) and not self._are_taken_up(collector[1], written):
                 self._tell(collector[1], written)
-                return
+                break
+        return self._has_told
 
     def _are_layers(self, written: list[str]) -> bool:
         """Whether several modules, or the only layer that this rank has."""
@@ -82,7 +83,7 @@ class CollectedStatistics:
         ):
             return False
         known = self._known.get(id(module), ())
-        keeps_numbers = any(_is_statistic(x) for k, x in _public(module) if k not in known)
+        keeps_numbers = any(_is_statistic(x) for k, x in public(module) if k not in known)
         return not keeps_numbers and any(_reads(f, kept) for f in _run_by(module))
 
     def _tell(self, name: str, written: list[str]) -> None:
@@ -92,7 +93,7 @@ class CollectedStatistics:
             f"`{name}` keeps numbers of {len(written)} modules of this rank ({where}), one of {self._ranks} pipeline "
             "ranks; others have other layers: a mean, sum or maximum of them is not the model's. Each by its name is "
             "right; sum, and count, over parallel_state.get_pipeline_model_parallel_group(), or gather by name",
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def _named_parts(self) -> dict[str, nn.Module]:
@@ -109,18 +110,15 @@ class CollectedStatistics:
         marks: dict[int, Mark] = {}
         of_all = [x for name in _OF_ALL_MODULES for x in _foreign(vars(torch_module)[name])]
         for name, part in self._parts.items():
-            hooks = [
-                hook for registry in _REGISTRIES for hook in _foreign(getattr(part, registry, {}))
-            ]
-            for hook in (*hooks, *of_all):
+            for hook in (*foreign_hooks(part), *of_all):
                 for kept, value in _named_by(hook):
                     if id(value) not in marks:
-                        marks[id(value)] = _mark_of(value)
+                        marks[id(value)] = mark_of(value)
                     found.setdefault((code_of(hook), kept), {})[name] = marks[id(value)]
             known = () if is_foreign(type(part)) else self._known.get(id(part), ())
-            for kept, value in _public(part):
+            for kept, value in public(part):
                 if kept not in known and _is_statistic(value):
-                    found.setdefault((type(part), kept), {})[name] = _mark_of(value)
+                    found.setdefault((type(part), kept), {})[name] = mark_of(value)
         return found
 
 
@@ -142,6 +140,11 @@ def _reads(function: FunctionType, attribute: str) -> bool:
     )
 
 
+def foreign_hooks(part: nn.Module) -> list[Any]:
+    """A program's, of all kinds."""
+    return [hook for registry in _REGISTRIES for hook in _foreign(getattr(part, registry, {}))]
+
+
 def _foreign(hooks: Mapping[int, Any]) -> list[Any]:
     return [hook for hook in hooks.values() if is_foreign(hook)] if hooks else []
 
@@ -153,12 +156,13 @@ def code_of(hook: Any) -> Any:
 
 def _named_by(hook: Any) -> Iterable[tuple[str, Any]]:
     """What a hook refers to; of a module what that keeps."""
-    for name, value in names_in(hook):
+    for name, value in reached_from(hook):
         is_own = isinstance(value, nn.Module) and is_foreign(type(value))
-        yield from _public(value) if is_own else [(name, value)]
+        yield from public(value) if is_own else [(name, value)]
 
 
-def _public(module: nn.Module) -> Iterable[tuple[str, Any]]:
+def public(module: nn.Module) -> Iterable[tuple[str, Any]]:
+    """Its attributes, but for what torch's modules are made of."""
     return [(k, v) for k, v in vars(module).items() if k[0] != "_" and k != "training"]
 
 
@@ -169,7 +173,7 @@ def _is_statistic(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is Tensor and value.dim() < 2)
 
 
-def _mark_of(value: Any) -> Mark:
+def mark_of(value: Any) -> Mark:
     """() where it holds no numbers."""
     if not is_foreign(type(value)):
         return ()

@@ -48,6 +48,22 @@ def names_in(function: Any) -> Iterator[tuple[str, Any]]:
     yield from (function.__kwdefaults__ or {}).items()
 
 
+def reached_from(function: Any) -> Iterator[tuple[str, Any]]:
+    """What a function refers to, and functions of its file that it refers to."""
+    level, seen = [function], {id(function)}
+    for _ in range(_DEPTH):
+        named = [each for f in level for each in names_in(f)]
+        yield from named
+        inner = [getattr(value, "__func__", value) for _, value in named]
+        own = getattr(function, "__module__", None)
+        level = [
+            f
+            for f in inner
+            if isinstance(f, FunctionType) and f.__module__ == own and id(f) not in seen
+        ]
+        seen.update(map(id, level))
+
+
 def _globals_in(code: CodeType) -> set[str]:
     inside = [each for each in code.co_consts if isinstance(each, CodeType)]
     return {*code.co_names}.union(*map(_globals_in, inside))

@@ -1,0 +1,185 @@
+"""What layers leave in an object for layers after them, which those of other stages do not find."""
+
+import types
+
+import pytest
+from torch import nn
+
+from tests.pipeline.test_stage_traces import stage_of_layers, train
+from tests.states import state
+
+
+class Holder:
+    first = None
+
+
+class Space:
+    """Its class is the place."""
+
+    first = None
+
+
+CACHE = {}
+
+
+def reset(module, holder):
+    module.register_forward_pre_hook(lambda module, args: setattr(holder, "first", None))
+
+
+def patched(layer, around):
+    """The way of those who have no class of their own: a forward put in the place of a module's."""
+    own = type(layer).forward
+    layer.forward = types.MethodType(lambda self, x: around(self, own, x), layer)
+
+
+def value_residual(module, holder=None):
+    """The first layer's input goes to all, and nothing of it stays after a forward."""
+    holder = Holder() if holder is None else holder
+    reset(module, holder)
+    module.register_forward_hook(lambda module, args, output: setattr(holder, "first", None))
+
+    def around(self, own, x):
+        if holder.first is None:
+            holder.first = x
+        return own(self, x) + holder.first
+
+    for layer in module:
+        patched(layer, around)
+
+
+def by_hooks(module):
+    """A stack of skips, as in a U-Net."""
+    stack, layers = [], list(module)
+    for layer in layers[:2]:
+        layer.register_forward_pre_hook(lambda module, args: stack.append(args[0]))
+    for layer in layers[2:]:
+        layer.register_forward_hook(lambda module, args, output: output + stack.pop())
+
+
+def nonlocal_name(module):
+    first = None
+
+    def around(self, own, x):
+        nonlocal first
+        first = x if self is module[0] else first
+        return own(self, x) + first
+
+    for layer in module:
+        patched(layer, around)
+
+
+def on_the_stage(module):
+    def around(self, own, x):
+        if self is module[0]:
+            module.first = x
+        return own(self, x) + module.first
+
+    for layer in module:
+        patched(layer, around)
+
+
+def global_name(module):
+    def around(self, own, x):
+        CACHE["last"] = own(self, x) + 0.1 * CACHE.get("last", x).detach()
+        return CACHE["last"]
+
+    for layer in module:
+        patched(layer, around)
+
+
+class Sharing(nn.Linear):
+    """A class of the program's, whose objects share one."""
+
+    def __init__(self, shared):
+        super().__init__(4, 4)
+        self.shared = shared
+
+    def forward(self, input):
+        self.shared["x"] = self.shared.get("x", input).detach() * 0.5 + super().forward(input)
+        return self.shared["x"]
+
+
+def shared_attribute(module):
+    shared = {}
+    for place in range(len(module)):
+        module[place] = Sharing(shared)
+
+
+def of_a_stage(module):
+    """What a stage makes for its layers is each stage's."""
+    holder = Holder()
+
+    def begin(module, args, kwargs):
+        holder.first = next(iter((*args, *kwargs.values()))).mean(-1, keepdim=True)
+
+    module.register_forward_pre_hook(begin, with_kwargs=True)
+    for layer in module:
+        patched(layer, lambda self, own, x: own(self, x) + holder.first)
+
+
+def of_one_layer(module):
+    for layer in module:
+        holder = Holder()
+
+        def around(self, own, x, holder=holder):
+            holder.first = x
+            return own(self, x) + holder.first
+
+        patched(layer, around)
+
+
+def of_a_count(module):
+    seen = {"calls": 0}
+
+    def around(self, own, x):
+        seen["calls"] += 1
+        return own(self, x)
+
+    for layer in module:
+        patched(layer, around)
+
+
+HANDED_ON = {
+    value_residual: "holder",
+    by_hooks: "stack",
+    nonlocal_name: "first",
+    on_the_stage: "module.first",
+    global_name: "CACHE",
+    shared_attribute: "shared",
+    lambda module: value_residual(module, Space): "holder",
+}
+OF_EACH = [of_a_stage, of_one_layer, of_a_count]
+HABITS = [*HANDED_ON, *OF_EACH]
+
+
+def layers_of(habit):
+    ps = state(pp=2)
+    CACHE.clear()
+    module = stage_of_layers(ps, 4)
+    HABITS[habit](module)
+    return train(module, ps)
+
+
+@pytest.mark.parametrize("habit", range(len(HANDED_ON)))
+def test_what_layers_hand_on(ranks, habit):
+    name = [*HANDED_ON.values()][habit]
+    for messages in ranks(layers_of, habit, world=2):
+        assert [x.split(", which")[0] for x in messages if "layers of this rank share" in x] == [f"`{name}`"]
+
+
+@pytest.mark.parametrize("habit", range(len(HANDED_ON), len(HABITS)))
+def test_what_each_has_for_itself(ranks, habit):
+    assert ranks(layers_of, habit, world=2) == [[], []]
+
+
+def hooks_left():
+    ps = state(pp=2)
+    module = stage_of_layers(ps, 4)
+    value_residual(module)
+    train(module, ps)
+    return [len(layer._forward_hooks) + len(layer._forward_pre_hooks) for layer in module]
+
+
+def test_nothing_stays_behind(ranks):
+    """The hooks that listen are there for a call."""
+    assert ranks(hooks_left, world=2) == [[0] * 4] * 2
