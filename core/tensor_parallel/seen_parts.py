@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.parallel_state.by_hand import is_foreign, split_axes
+from core.parallel_state.by_hand import is_foreign, replaced_forward, split_axes
 from core.parallel_state.by_hand.as_written import is_compiled
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import SplitParameter
@@ -132,13 +132,13 @@ class HookedParts:
         """Look at hooks on the modules `names`, until `detach`."""
         self.detach()
         hooked = {
-            name: part
-            for name, part in model.named_modules()
-            if name in names and any(map(is_foreign, hooks_of(part)))
+            name: part for name, part in model.named_modules() if name in names and of_program(part)
         }
         for name, part in hooked.items():
             before, after = self._marks(part)
-            if before is None or is_compiled(model):
+            # what a forward in the place of its own makes of its own's output is not seen
+            is_inside = replaced_forward(part) and after is not _nothing
+            if before is None or is_inside or is_compiled(model):
                 self._tell(name)
                 continue
             self._weights.mark_in(part)
@@ -184,9 +184,11 @@ def _nothing(part: nn.Module, *values: Any) -> None:
     """Whole on every rank."""
 
 
-def hooks_of(part: nn.Module) -> tuple:
-    """Those of its forward."""
-    return (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+def of_program(part: nn.Module) -> str:
+    """What of a program's is given its activations; "": nothing."""
+    if any(map(is_foreign, (*part._forward_hooks.values(), *part._forward_pre_hooks.values()))):
+        return "a forward hook"
+    return "a forward in the place of its own" if replaced_forward(part) else ""
 
 
 def modules_between_split(module: nn.Module) -> set[str]:

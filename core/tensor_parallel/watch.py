@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from core.parallel_state.by_hand import ByHand, Heard, is_foreign
+from core.parallel_state.by_hand import ByHand, Heard
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.collectives.checks import checksum, fingerprint
 from core.parallel_state.collectives.groups import ranks_of
@@ -30,7 +30,7 @@ from core.tensor_parallel.differences import (
     has_full_memory,
 )
 from core.tensor_parallel.hooked_gradients import HookedGradients
-from core.tensor_parallel.seen_parts import HookedParts, hooks_of, modules_between_split
+from core.tensor_parallel.seen_parts import HookedParts, modules_between_split, of_program
 from core.tensor_parallel.summed_gradients import (
     Penalties,
     first_replicated,
@@ -240,8 +240,9 @@ class SplitWatch:
             self._hooked_parts.attach(module, split)
             return
         for name, submodule in module.named_modules():
-            if any(map(is_foreign, hooks_of(submodule))):
-                self._warn_of_hook(name, _HOOK_OF_PARTS if name in split else _HOOK_OF_ROWS)
+            if what := of_program(submodule):
+                seen = _HOOK_OF_PARTS if name in split else _HOOK_OF_ROWS
+                self._warn_of_hook(name, seen, what=what)
                 return
 
     def _detach_from_hooks(self) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows.gradients import GradientRows, axes_of_rows
-from core.parallel_state.by_hand import is_foreign
+from core.context_parallel.rows.replaced import mixed_since, takes_inside
+from core.parallel_state.by_hand import is_foreign, replaced_forward
 from core.parallel_state.by_hand.as_written import is_compiled
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 from core.parallel_state.collectives import Group, all_gather
@@ -58,12 +59,14 @@ class HookedRows:
         shares: Collection[int],
         follow: Callable[[Tensor], None],
         check: Callable[[Tensor, str, Tensor | None], None],
+        tell: Callable[[str, str], None],
         width: int | None = None,
     ) -> None:
         """Call `follow` with the [rows, b, h] that hooks in `model` will be given; nothing where a part is compiled.
 
         shares: how many rows there may be; sequence parallelism cuts them once more. check: is called with what the
         hooks return, the name of their part, and what they were given where that is another, or was written into.
+        tell: is called with the name of a part and of what a forward that replaces its own does along the rows.
         width: h, where others follow columns [rows, b, h/tp].
         """
         self.detach()
@@ -72,6 +75,8 @@ class HookedRows:
 
         # of each part what its hooks were given last, and how often that was written into
         given: dict[str, tuple[Tensor, int]] = {}
+        # of each part with a replaced forward how many nodes autograd had made when its last part inside ended
+        ended: dict[str, int] = {}
 
         # called as forward hooks, whose last argument is the output, and as forward pre-hooks, where it is the inputs
         def mark(name: str, part: nn.Module, *arguments: Any) -> None:
@@ -88,6 +93,8 @@ class HookedRows:
                 if isinstance(x, Tensor):
                     is_changed = x is not before or _version(x) != version
                     check(x, name, before if is_changed else None)
+                    if name in ended and (mixes := mixed_since(x, ended[name])) is not None:
+                        tell(name, mixes)
 
         for name, part in model.named_modules():
             if part is model:
@@ -99,9 +106,15 @@ class HookedRows:
                 (part._forward_hooks, part.register_forward_hook),
                 (part._forward_pre_hooks, part.register_forward_pre_hook),
             ):
-                if any(map(is_foreign, registered.values())):
+                if any(map(is_foreign, (*registered.values(), *replaced_forward(part)))):
                     self._handles.append(register(partial(mark, name), prepend=True))
                     self._handles.append(register(partial(checked, name)))
+
+            def note(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
+                ended[name] = torch.autograd._get_sequence_nr()
+
+            for inside in takes_inside(part):
+                self._handles.append(inside.register_forward_hook(note))
 
     def listen_to_parts(
         self,
@@ -125,12 +138,17 @@ class HookedRows:
 
     @staticmethod
     def has_hooks(model: nn.Module) -> bool:
-        """Whether a program's hooks are given what its parts take or return."""
+        """Whether a program's hooks, or forwards of its own, are given what its parts take or return."""
         return any(
             is_foreign(hook)
             for part in model.modules()
-            if part is not model and (part._forward_hooks or part._forward_pre_hooks)
-            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+            if part is not model
+            and (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
+            for hook in (
+                *part._forward_hooks.values(),
+                *part._forward_pre_hooks.values(),
+                *replaced_forward(part),
+            )
         )
 
     def are_hooks_alike(self, model: nn.Module, group: Group, *, looks_again: bool) -> bool:
@@ -147,6 +165,7 @@ class HookedRows:
             for kind in kinds
             if any(map(is_foreign, getattr(part, kind).values()))
         ]
+        names += [name for name, part in model.named_modules() if replaced_forward(part)]
         device = next(model.parameters()).device
         number = torch.tensor([crc32(" ".join(names).encode())], device=device)
         numbers = set(all_gather(number, group).tolist())

@@ -26,6 +26,7 @@ from core.context_parallel.rows.parameter_hooks import ParameterHooks
 from core.context_parallel.rows.reads import LOG_REMEDY
 from core.context_parallel.rows.synced import SyncedWeight
 from core.context_parallel.rows.twins import OF_HOOK, has_twins
+from core.context_parallel.rows.wholes import REMEDY as WHOLES_REMEDY
 from core.context_parallel.rows.wholes import Wholes, is_repeated
 from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.batches import HOOKED, follow_batches
@@ -218,7 +219,9 @@ class RowSums:
 
         if self._inside.are_hooks_alike(model, self.group, looks_again=self.repeats):
             width = self._width(model) if is_repeated(self._forwards_inside) else None
-            self._inside.attach(model, shares, follow, self._check_hook, width)
+            self._inside.attach(
+                model, shares, follow, self._check_hook, self._tell_of_forward, width
+            )
 
     def _width(self, model: nn.Module) -> int | None:
         """Of hidden states, in forwards after the first in which columns that tensor ranks split have their turn."""
@@ -238,6 +241,13 @@ class RowSums:
                 "changes hidden states"
             )
             self.tell(what, SIZE_REMEDY)
+
+    def _tell_of_forward(self, name: str, mixes: str) -> None:
+        """The forward that a program put in the place of that of the part `name` mixes rows of its result."""
+        self.tell(
+            f"{mixes}, in a forward that replaces that of {name}, is along rows which are this context rank's",
+            WHOLES_REMEDY,
+        )
 
     def _whole_of_hidden(self, hidden: Tensor, shares: tuple[int, ...]) -> Tensor | None:
         """All-gather over cp, of what sequence parallelism has not cut once more."""
@@ -272,7 +282,7 @@ class RowSums:
             if whole is not None:
                 self.wholes.add(hidden, whole, 0)
 
-        self._inside.attach(model, shares, follow, self._check_hook)
+        self._inside.attach(model, shares, follow, self._check_hook, self._tell_of_forward)
 
     def end_look(self, model: nn.Module) -> None:
         """After that forward."""

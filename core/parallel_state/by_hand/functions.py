@@ -4,7 +4,7 @@ import linecache
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 _REDUCTIONS = """
     norm foreach_norm vector_norm matrix_norm cond sum mean prod var std var_mean std_mean max min amax amin aminmax
@@ -119,6 +119,12 @@ def is_foreign(hook: Any) -> bool:
     # a list's `append` has no module
     module = getattr(hook, "__module__", None) or type(hook).__module__
     return not module.startswith(("core.", "torch."))
+
+
+def replaced_forward(module: nn.Module) -> list[Any]:
+    """The forward that a program has put in the place of a module's own; [] where it has not."""
+    forward = vars(module).get("forward")
+    return [forward] if forward is not None and is_foreign(forward) else []
 
 
 def kind_of_call(name: str, result: Any) -> str | None:
