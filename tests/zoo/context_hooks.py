@@ -103,6 +103,25 @@ def seeded(change):
     return loss_of
 
 
+def replaced(around):
+    """A forward of the program's in the place of the first layer's: `around(own, x)`."""
+
+    def loss_of(program):
+        layer = program.model.decoder.layers[0]
+        own = layer.forward
+        layer.forward = lambda x, *args: around(lambda x: own(x, *args), x)
+        loss = program.losses().mean()
+        del layer.forward
+        return loss
+
+    return loss_of
+
+
+def shifted(own, x):
+    """RWKV's token shift."""
+    return own(0.5 * x + 0.5 * torch.cat((torch.zeros_like(x[:1]), x[:-1])))
+
+
 def numbers():
     return torch.tensor([ROW])
 
@@ -186,6 +205,24 @@ CASES = [
     Case("a hook, `h + v`", by(steered(lambda h, v: h + v))),
     Case("a hook, `h.index_fill(2, columns, 0.0)`", by(steered(lambda h, v: h.index_fill(2, numbers(), 0.0)))),
     Case("deep supervision: a hooked layer through `output_layer` and `gather_logits`", by(deep_supervision)),
+    Case(
+        "a forward in the place of a layer's: token shift",
+        by(replaced(shifted)),
+        "told",
+        "rows by number, which are this context rank's",
+        POSITIONS,
+    ),
+    Case(
+        "a forward in the place of a layer's: less a mean over tokens",
+        by(replaced(lambda own, x: own(x) - 0.1 * own(x).mean(0, keepdim=True))),
+        "told",
+        "mean, in a forward that replaces that of decoder.layers.0, is along rows which are this context rank's",
+        "`gather_from_context_region` before it",
+    ),
+    Case(
+        "a forward in the place of a layer's: over its norm by token, `x + 0.9 * (y - x)`",
+        by(replaced(lambda own, x: x + 0.9 * (own(x) / own(x).norm(dim=-1, keepdim=True) - x))),
+    ),
     by_number("`for row, n in zip(losses, lengths): row[n]`", last_by_length),
     by_number("`torch.segment_reduce` of losses", by_document),
 ]

@@ -99,7 +99,44 @@ def by_parts(what, run, says):
     return Case(what, run, remedy=FULL, elsewhere=only_split("told", says))
 
 
+def replaced(name, around):
+    """A forward of the program's in the place of a part's own: `around(own, x)`."""
+
+    def program(model):
+        part = model.get_submodule(name)
+        own = part.forward
+        part.forward = lambda x, *args: around(lambda x: own(x, *args), x)
+        train(model)
+
+    return weights(program)
+
+
+def strongest(own, x):
+    """k-winners-take-all."""
+    return own(x * (x.abs() >= x.abs().topk(4, -1).values[..., -1:]))
+
+
+FC2 = "decoder.layers.0.mlp.linear_fc2"
+REPLACED = {SEQUENCE: ("told", "a forward in the place of its own on .* sees this")}
+
 CASES = [
+    by_parts(
+        "A forward in the place of a row linear's: the strongest units",
+        replaced(FC2, strongest),
+        "topk between ColumnParallelLinear and RowParallelLinear|a forward in the place",
+    ),
+    Case(
+        "A forward in the place of a row linear's: elementwise",
+        replaced(FC2, lambda own, x: 0.9 * own(1.1 * x)),
+        remedy="a general word under sequence parallelism",
+        elsewhere=REPLACED,
+    ),
+    Case(
+        "A forward in the place of a layer's: a mean over tokens",
+        replaced("decoder.layers.0", lambda own, x: own(x - 0.5 * x.mean(0, keepdim=True))),
+        remedy="`gather_from_sequence_region`",
+        elsewhere=REPLACED,
+    ),
     by_parts("A hook, columns times a mask that leaves some out", weights(ablated), "tensor rank's|a forward hook"),
     by_parts(
         "A hook on `core_attention`, `heads[:, 0] = 0`", weights(without_a_head), "tensor rank's|a forward hook"

@@ -13,11 +13,18 @@ from torch.nn.modules import module as torch_module
 
 from core.parallel_state.by_hand.functions import is_foreign
 from core.pipeline.run.checks.kept_by_hooks import held_in, reached_from
+from core.pipeline.run.checks.program_parts import (
+    HOOKS,
+    Attributes,
+    code_of,
+    foreign_hooks,
+    parts_of,
+    public,
+)
 
 # calls of a pipeline that are looked at: a log every hundred steps is among them
 _WATCHED_CALLS = 128
-_REGISTRIES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_ALL_MODULES = tuple(f"_global{name}" for name in _REGISTRIES)
+_OF_ALL_MODULES = tuple(f"_global{name}" for name in HOOKS)
 
 # what tells whether a value was written: numbers themselves, of a tensor the one and its version, lengths
 Mark = tuple[Any, ...]
@@ -34,9 +41,8 @@ class CollectedStatistics:
         self._calls = 0
         self._has_told = False
         self._before: dict[Collector, dict[str, Mark]] | None = None
-        self._parts = self._named_parts()
-        # an attribute that comes later is a program's, on modules of torch's and ours as well
-        self._known = {id(part): {*vars(part)} for part in self._parts.values()}
+        self._parts = parts_of(self._stages)
+        self._attributes = Attributes(self._parts)
 
     def before_call(self) -> None:
         """A call begins, of any kind."""
@@ -44,7 +50,7 @@ class CollectedStatistics:
         is_watched = not self._has_told and self._calls <= _WATCHED_CALLS
         # modules come and go between calls
         if is_watched and not self._calls & (self._calls - 1):
-            self._parts = self._named_parts()
+            self._parts = parts_of(self._stages)
         self._before = self._collected() if is_watched else None
 
     def after_call(self) -> bool:
@@ -82,8 +88,7 @@ class CollectedStatistics:
             or not is_foreign(type(module))
         ):
             return False
-        known = self._known.get(id(module), ())
-        keeps_numbers = any(_is_statistic(x) for k, x in public(module) if k not in known)
+        keeps_numbers = any(_is_statistic(x) for _, x in self._attributes.later(module))
         return not keeps_numbers and any(_reads(f, kept) for f in _run_by(module))
 
     def _tell(self, name: str, written: list[str]) -> None:
@@ -95,13 +100,6 @@ class CollectedStatistics:
             "right; sum, and count, over parallel_state.get_pipeline_model_parallel_group(), or gather by name",
             stacklevel=5,
         )
-
-    def _named_parts(self) -> dict[str, nn.Module]:
-        parts: dict[str, nn.Module] = {}
-        for index, stage in self._stages.items():
-            prefix = f"stage {index}" if len(self._stages) > 1 else ""
-            parts |= dict(stage.named_modules(prefix=prefix))
-        return parts
 
     def _collected(self) -> dict[Collector, dict[str, Mark]]:
         """By collector and module: the mark of what is kept of it."""
@@ -115,9 +113,10 @@ class CollectedStatistics:
                     if id(value) not in marks:
                         marks[id(value)] = mark_of(value)
                     found.setdefault((code_of(hook), kept), {})[name] = marks[id(value)]
-            known = () if is_foreign(type(part)) else self._known.get(id(part), ())
-            for kept, value in public(part):
-                if kept not in known and _is_statistic(value):
+            for kept, value in self._attributes.of(part):
+                # a class of the program's may keep activations of its own
+                is_put = isinstance(value, Tensor) and not is_foreign(type(part))
+                if is_put or _is_statistic(value):
                     found.setdefault((type(part), kept), {})[name] = mark_of(value)
         return found
 
@@ -140,18 +139,8 @@ def _reads(function: FunctionType, attribute: str) -> bool:
     )
 
 
-def foreign_hooks(part: nn.Module) -> list[Any]:
-    """A program's, of all kinds."""
-    return [hook for registry in _REGISTRIES for hook in _foreign(getattr(part, registry, {}))]
-
-
 def _foreign(hooks: Mapping[int, Any]) -> list[Any]:
     return [hook for hook in hooks.values() if is_foreign(hook)] if hooks else []
-
-
-def code_of(hook: Any) -> Any:
-    """The same for all hooks that one line of a program makes."""
-    return getattr(getattr(hook, "__func__", hook), "__code__", type(hook))
 
 
 def _named_by(hook: Any) -> Iterable[tuple[str, Any]]:
@@ -159,11 +148,6 @@ def _named_by(hook: Any) -> Iterable[tuple[str, Any]]:
     for name, value in reached_from(hook):
         is_own = isinstance(value, nn.Module) and is_foreign(type(value))
         yield from public(value) if is_own else [(name, value)]
-
-
-def public(module: nn.Module) -> Iterable[tuple[str, Any]]:
-    """Its attributes, but for what torch's modules are made of."""
-    return [(k, v) for k, v in vars(module).items() if k[0] != "_" and k != "training"]
 
 
 def _is_statistic(value: Any) -> bool:

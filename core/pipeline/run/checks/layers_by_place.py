@@ -10,10 +10,9 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from core.parallel_state.by_hand.functions import is_foreign
-from core.pipeline.run.checks.collected import code_of
+from core.pipeline.run.checks.program_parts import HOOKS, code_of
 from core.pipeline.run.checks.rates_by_place import are_alike, layers_of, moments
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WORDS = {
     "hooks": "hooks are on the same of a stage's layers, by their place in it,",
     "weights": "all of a stage's layers share weights, with none of another stage's,",
@@ -85,7 +84,7 @@ def _hooked(layers: Sequence[nn.Module]) -> float | None:
     places: dict[Hashable, list[int]] = defaultdict(list)
     for place, layer in enumerate(layers):
         for name, part in layer.named_modules():
-            for registry in _HOOKS:
+            for registry in HOOKS:
                 for hook in (getattr(part, registry, None) or {}).values():
                     if is_foreign(hook):
                         key = (name, registry, code_of(hook))

@@ -20,8 +20,8 @@ from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import Hears, StageArithmetic
 from core.pipeline.run.checks.collected import CollectedStatistics
-from core.pipeline.run.checks.handed_on import HandedOn
 from core.pipeline.run.checks.host_draws import HostDraws
+from core.pipeline.run.checks.shared_by_layers import SharedByLayers
 from core.pipeline.run.checks.updates import StageUpdates
 from core.pipeline.run.tied import tell_of_twins
 
@@ -180,7 +180,7 @@ class PlainLoopWatch:
         self._ps = ps
         self._arithmetic = StageArithmetic(ps, modules, sums)
         self._collected = CollectedStatistics(stages, ps.size("pp"))
-        self._handed_on = HandedOn(stages, ps.size("pp"))
+        self._shared = SharedByLayers(stages, ps.size("pp"))
         # `loss_fn`, which the last stage's rank calls, may draw as it likes
         self._host_draws = HostDraws() if count - 1 not in stages else None
         self._steps = self._evaluations = 0
@@ -205,7 +205,7 @@ class PlainLoopWatch:
         """A call of the pipeline begins: what it does with parameters is not by hand. microbatches: of a step."""
         self._arithmetic.close()
         self._collected.before_call()
-        self._handed_on.before_call()
+        self._shared.before_call()
         if self._host_draws is not None and microbatches and is_watched_step(self._steps + 1):
             self._host_draws.before_step()
         self.updates.begin(microbatches)
@@ -236,8 +236,9 @@ class PlainLoopWatch:
         self._arithmetic.open(look_again=is_watched)
 
     def _look_at_layers(self) -> None:
-        has_told = self._collected.after_call()
-        self._handed_on.after_call(tells=not has_told)
+        # of what layers hand on it was told inside of the call
+        if self._shared.told_now or not self._collected.after_call():
+            self._shared.after_call()
 
     def _compare_numbers(self) -> None:
         """Warn, once, on every rank, of numbers of one rank's gradients by which it changed them."""

@@ -3,6 +3,7 @@
 import types
 
 import pytest
+import torch
 from torch import nn
 
 from tests.pipeline.test_stage_traces import stage_of_layers, train
@@ -105,6 +106,27 @@ def shared_attribute(module):
         module[place] = Sharing(shared)
 
 
+def by_attribute(module):
+    """Layer pooling: what hooks leave on the layers is taken up in another one."""
+    for layer in module:
+        layer.register_forward_hook(lambda module, args, output: setattr(module, "out", output))
+    patched(module[-1], lambda self, own, x: own(self, x) + sum(layer.out for layer in list(module)[:-1]))
+
+
+def stack_if_any(module):
+    stack = []
+
+    def around(self, own, x):
+        if self in list(module)[:2]:
+            stack.append(x)
+        elif stack:
+            x = x + stack.pop()
+        return own(self, x)
+
+    for layer in module:
+        patched(layer, around)
+
+
 def of_a_stage(module):
     """What a stage makes for its layers is each stage's."""
     holder = Holder()
@@ -147,9 +169,10 @@ HANDED_ON = {
     global_name: "CACHE",
     shared_attribute: "shared",
     lambda module: value_residual(module, Space): "holder",
+    stack_if_any: "stack",
 }
 OF_EACH = [of_a_stage, of_one_layer, of_a_count]
-HABITS = [*HANDED_ON, *OF_EACH]
+HABITS = [*HANDED_ON, *OF_EACH, by_attribute]
 
 
 def layers_of(habit):
@@ -167,9 +190,35 @@ def test_what_layers_hand_on(ranks, habit):
         assert [x.split(", which")[0] for x in messages if "layers of this rank share" in x] == [f"`{name}`"]
 
 
-@pytest.mark.parametrize("habit", range(len(HANDED_ON), len(HABITS)))
+@pytest.mark.parametrize("habit", range(len(HANDED_ON), len(HABITS) - 1))
 def test_what_each_has_for_itself(ranks, habit):
     assert ranks(layers_of, habit, world=2) == [[], []]
+
+
+def test_what_hooks_leave_on_layers(ranks):
+    for messages in ranks(layers_of, HABITS.index(by_attribute), world=2):
+        assert any(x.startswith("`out` keeps numbers of 4 modules") for x in messages)
+
+
+def shared_parameter(kind):
+    ps = state(pp=2)
+    module = stage_of_layers(ps, 3)
+    scale = {"a number": lambda: nn.Parameter(torch.ones(())), "a norm": lambda: nn.LayerNorm(4)}.get(kind, list)()
+    if kind == "a list":
+        scale = nn.ParameterList([torch.ones(()) for _ in range(6)])
+    for layer in module:
+        if kind == "of each layer":
+            scale = layer.scale = nn.Parameter(torch.ones(()))
+        by = scale if kind != "a list" else scale[0]
+        around = (lambda x, by=by: by(x)) if kind == "a norm" else (lambda x, by=by: x * by)
+        layer.register_forward_hook(lambda module, args, output, around=around: around(output))
+    return [x for x in train(module, ps) if "none of them has" in x]
+
+
+@pytest.mark.parametrize("kind", ["a number", "a norm", "a list", "of each layer"])
+def test_a_parameter_that_layers_share(ranks, kind):
+    for messages in ranks(shared_parameter, kind, world=2):
+        assert len(messages) == (kind != "of each layer")
 
 
 def hooks_left():

@@ -1,0 +1,147 @@
+"""What layers of a stage share by references: an object that one leaves something in for others (value residuals,
+skips), a parameter that none of them has. Layers of other stages share another."""
+
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from core.parallel_state.by_hand.as_written import is_compiled
+from core.parallel_state.by_hand.functions import is_foreign
+from core.parallel_state.layout import layout_of
+from core.pipeline.run.checks.collected import Mark, mark_of
+from core.pipeline.run.checks.kept_by_hooks import held_in, reached_from
+from core.pipeline.run.checks.program_parts import Attributes, functions_of, layer_of, parts_of
+
+
+class SharedByLayers:
+    """Warns, once of each, of an object that layers of this rank share and one writes in its forward, and of a
+    parameter that they share.
+
+    Looks in the calls 1, 2, 4, 8 ... of a pipeline, at layers whose hooks, forward or functions are a program's.
+    What a stage's own hook writes, before its layers, is each stage's, and right.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], pipeline_ranks: int) -> None:
+        self._stages = stages
+        self._ranks = pipeline_ranks
+        self._calls = 0
+        self._found: tuple[str, str] | None = None
+        self._has_told = self._has_told_of_parameters = False
+        # whether it was told in the call that runs, or ran last
+        self.told_now = False
+        self._parts: dict[str, nn.Module] = {}
+        self._handles: list[RemovableHandle] = []
+        self._attributes = Attributes(parts_of(stages))
+
+    def before_call(self) -> None:
+        """A call begins, of any kind."""
+        self._end()
+        self._calls += 1
+        self.told_now = False
+        # hooks would make compiled graphs anew
+        if self._calls & (self._calls - 1) or any(map(is_compiled, self._stages.values())):
+            return
+        every = parts_of(self._stages)
+        self._parts = {n: part for n, part in every.items() if layer_of(n) and functions_of(part)}
+        if len({*map(layer_of, self._parts)}) < 2:
+            return
+        if not self._has_told_of_parameters:
+            self._look_for_parameters(every)
+        if not self._has_told:
+            for name, part in self._parts.items():
+                self._listen(name, part)
+
+    def after_call(self) -> None:
+        """Tell of an object with numbers; of activations it was told at once, they may end the call."""
+        self._end()
+        if self._found is not None and not self._has_told:
+            self._tell(stacklevel=6)
+
+    def _end(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _tell(self, stacklevel: int) -> None:
+        assert self._found is not None
+        self._has_told = self.told_now = True
+        kept, where = self._found
+        warnings.warn(
+            f"`{kept}`, which layers of this rank share, is written in the forward of {where}: those of each of "
+            f"{self._ranks} pipeline ranks share one of their own. What a layer finds there of others, and a mean or "
+            "sum of it, is of this rank's layers. Hand tensors on in the stage's output (a tuple or a mapping); what "
+            "only the layer that wrote it reads is right",
+            stacklevel=stacklevel,
+        )
+
+    def _listen(self, name: str, part: nn.Module) -> None:
+        before: dict[str, Mark] = {}
+
+        def begin(module: nn.Module, args: Any) -> None:
+            named = self._attributes.named_in(part)
+            before.update({kept: _mark_of(value) for kept, value in named})
+
+        def end(module: nn.Module, args: Any, output: Any) -> None:
+            for kept, value in self._attributes.named_in(part) if self._found is None else ():
+                mark = _mark_of(value)
+                if mark and mark != before.get(kept) and self._is_shared(value, name):
+                    self._found = kept, name
+                    if any(map(_is_activation, held_in(value))):
+                        self._tell(stacklevel=3)
+
+        # around the program's hooks
+        self._handles.append(part.register_forward_pre_hook(begin, prepend=True))
+        self._handles.append(part.register_forward_hook(end))
+
+    def _is_shared(self, value: Any, writer: str) -> bool:
+        """Whether another layer refers to it."""
+        others = [part for n, part in self._parts.items() if layer_of(n) != layer_of(writer)]
+        return any(each is value for part in others for _, each in self._attributes.named_in(part))
+
+    def _look_for_parameters(self, every: Mapping[str, nn.Module]) -> None:
+        """Warn of a trained one that functions of several layers refer to and no layer has."""
+        own_ids = {
+            id(p) for n, part in every.items() if layer_of(n) for p in part.parameters(False)
+        }
+        layers: dict[int, set[str]] = defaultdict(set)
+        for name, part in self._parts.items():
+            for kept, parameter in _parameters_in(part, own_ids):
+                layers[id(parameter)].add(layer_of(name))
+                if len(layers[id(parameter)]) > 1:
+                    self._has_told_of_parameters = True
+                    warnings.warn(
+                        f"`{kept}` has a parameter that layers of this rank use and none of them has: each of "
+                        f"{self._ranks} pipeline ranks trains a copy by its own layers' part of the gradient. Give "
+                        "each layer one of its own, or keep it on the first stage and hand it on in the stages' "
+                        "output",
+                        stacklevel=5,
+                    )
+                    return
+
+
+def _parameters_in(part: nn.Module, own_ids: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
+    """Trained ones that the part's functions refer to, but for those of layers, and of models with layers."""
+    for function in functions_of(part):
+        for name, value in reached_from(function):
+            for held in held_in(value):
+                found = list(held.parameters()) if isinstance(held, nn.Module) else [held]
+                trained = [p for p in found if isinstance(p, nn.Parameter) and p.requires_grad]
+                is_tied = any("embedding" in layout_of(p).partial for p in trained)
+                if not is_tied and own_ids.isdisjoint(map(id, trained)):
+                    yield from ((name, p) for p in trained)
+
+
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1 and value.requires_grad
+
+
+def _mark_of(value: Any) -> Mark:
+    """Of a class, as a name for shared values: what it has."""
+    if not isinstance(value, type):
+        return mark_of(value)
+    is_namespace = is_foreign(value) and not issubclass(value, nn.Module)
+    return mark_of({k: x for k, x in vars(value).items() if k[0] != "_"}) if is_namespace else ()
