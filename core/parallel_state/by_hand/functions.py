@@ -122,9 +122,9 @@ def is_foreign(hook: Any) -> bool:
 
 
 def replaced_forward(module: nn.Module) -> list[Any]:
-    """The forward that a program has put in the place of a module's own; [] where it has not."""
-    forward = vars(module).get("forward")
-    return [forward] if forward is not None and is_foreign(forward) else []
+    """The forward that a program has put in the place of a module's own, or its class's; [] where it has not."""
+    forward = vars(module).get("forward", type(module).forward)
+    return [forward] if is_foreign(forward) and not is_foreign(type(module)) else []
 
 
 def kind_of_call(name: str, result: Any) -> str | None:

@@ -84,10 +84,8 @@ class ByHand:
         self._reporter.listener = weakref.ref(self)
         self._parameter, self._result = self._reporter.classes or listening_classes(self._reporter)
         self._states = ListenedStates(self._result, is_on=states)
-        self._step_listeners = [
-            before_optimizer_steps(self._before_optimizer),
-            after_optimizer_steps(self._after_optimizer),
-        ]
+        self._step_listeners = [before_optimizer_steps(self._before_optimizer)]
+        self._step_listeners += [after_optimizer_steps(self._after_optimizer)]
 
     def follow_sizes(self, sizes: Callable[..., Any]) -> None:
         """Let `sizes(func, args, kwargs, result)` say what the program is given of each call."""
@@ -354,8 +352,10 @@ class ByHand:
                 return result
             if meets or (source.is_penalty and name in READS_OF_VALUE):
                 self._hear(combined)
+            elif name in ("float", "format"):
+                # Python makes a plain number, or a text, of whatever it is given back
+                self._hear(replace(source, kind="taken", name=name))
         is_count = kind == "shape" and type(result) is int and name in ("numel", "nelement")
-        # not of `float(...)`: Python makes a plain number of whatever it is given back
         if is_count or (source.reduced and name == "item" and type(result) is not bool):
             combined = replace(source, kind="combined", name=source.reduced or name)
             return of_parameter(result, source.parameter, partial(self._hear, combined))

@@ -15,7 +15,7 @@ from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
 # numbers that nobody follows from there on
-_TAKES_OUT = ("numpy", "array", "tolist")
+_TAKES_OUT = ("numpy", "array", "tolist", "float", "format")
 # steps between two looks at an accelerator's numbers: each look waits for it
 READ_EVERY = 64
 

@@ -53,15 +53,20 @@ class CollectedStatistics:
             self._parts = parts_of(self._stages)
         self._before = self._collected() if is_watched else None
 
-    def after_call(self) -> bool:
-        """Tell of what is another than before the call. Whether it was told, now or earlier."""
+    def after_call(self, *, besides: str) -> bool:
+        """Tell of what is another than before the call, but of `besides`. Whether it was told, now or earlier."""
         before, self._before = self._before, None
         if before is None:
             return self._has_told
         for collector, marks in self._collected().items():
             old = before.get(collector, {})
             written = [name for name, mark in marks.items() if mark and old.get(name) != mark]
-            if self._are_layers(written) and not self._are_taken_up(collector[1], written):
+            is_told = collector[1] == besides
+            if (
+                not is_told
+                and self._are_layers(written)
+                and not self._are_taken_up(collector[1], written)
+            ):
                 self._tell(collector[1], written)
                 break
         return self._has_told

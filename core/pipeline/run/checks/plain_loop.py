@@ -21,6 +21,7 @@ from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.by_hand import Hears, StageArithmetic
 from core.pipeline.run.checks.collected import CollectedStatistics
 from core.pipeline.run.checks.host_draws import HostDraws
+from core.pipeline.run.checks.on_every_stage import OnEveryStage
 from core.pipeline.run.checks.shared_by_layers import SharedByLayers
 from core.pipeline.run.checks.updates import StageUpdates
 from core.pipeline.run.tied import tell_of_twins
@@ -181,6 +182,7 @@ class PlainLoopWatch:
         self._arithmetic = StageArithmetic(ps, modules, sums)
         self._collected = CollectedStatistics(stages, ps.size("pp"))
         self._shared = SharedByLayers(stages, ps.size("pp"))
+        self._around = OnEveryStage(stages, ps.size("pp"))
         # `loss_fn`, which the last stage's rank calls, may draw as it likes
         self._host_draws = HostDraws() if count - 1 not in stages else None
         self._steps = self._evaluations = 0
@@ -206,6 +208,7 @@ class PlainLoopWatch:
         self._arithmetic.close()
         self._collected.before_call()
         self._shared.before_call()
+        self._around.before_call()
         if self._host_draws is not None and microbatches and is_watched_step(self._steps + 1):
             self._host_draws.before_step()
         self.updates.begin(microbatches)
@@ -236,8 +239,8 @@ class PlainLoopWatch:
         self._arithmetic.open(look_again=is_watched)
 
     def _look_at_layers(self) -> None:
-        # of what layers hand on it was told inside of the call
-        if self._shared.told_now or not self._collected.after_call():
+        self._around.after_call()
+        if not self._collected.after_call(besides=self._shared.told_name):
             self._shared.after_call()
 
     def _compare_numbers(self) -> None:

@@ -73,5 +73,5 @@ class Attributes:
             for name, value in reached_from(function):
                 if isinstance(value, nn.Module):
                     yield from ((f"{name}.{k}", x) for k, x in self.of(value))
-                else:
+                elif name != "__class__":
                     yield name, value

@@ -31,8 +31,10 @@ class SharedByLayers:
         self._calls = 0
         self._found: tuple[str, str] | None = None
         self._has_told = self._has_told_of_parameters = False
-        # whether it was told in the call that runs, or ran last
-        self.told_now = False
+        # of what it was told
+        self.told_name = ""
+        # what shared numbers that count layers were when a layer ended
+        self._counts: dict[str, int] = {}
         self._parts: dict[str, nn.Module] = {}
         self._handles: list[RemovableHandle] = []
         self._attributes = Attributes(parts_of(stages))
@@ -41,7 +43,7 @@ class SharedByLayers:
         """A call begins, of any kind."""
         self._end()
         self._calls += 1
-        self.told_now = False
+        self._counts = {}
         # hooks would make compiled graphs anew
         if self._calls & (self._calls - 1) or any(map(is_compiled, self._stages.values())):
             return
@@ -68,8 +70,9 @@ class SharedByLayers:
 
     def _tell(self, stacklevel: int) -> None:
         assert self._found is not None
-        self._has_told = self.told_now = True
+        self._has_told = True
         kept, where = self._found
+        self.told_name = kept
         warnings.warn(
             f"`{kept}`, which layers of this rank share, is written in the forward of {where}: those of each of "
             f"{self._ranks} pipeline ranks share one of their own. What a layer finds there of others, and a mean or "
@@ -80,17 +83,24 @@ class SharedByLayers:
 
     def _listen(self, name: str, part: nn.Module) -> None:
         before: dict[str, Mark] = {}
+        counts: dict[str, int] = {}
 
         def begin(module: nn.Module, args: Any) -> None:
-            named = self._attributes.named_in(part)
-            before.update({kept: _mark_of(value) for kept, value in named})
+            for kept, value in self._attributes.named_in(part):
+                before[kept] = _mark_of(value)
+                counts[kept] = _count_in(value)
+                # it begins again in each forward: not calls are counted, but layers
+                if self._found is None and 0 <= counts[kept] < self._counts.get(kept, 0):
+                    self._found = kept, name
 
         def end(module: nn.Module, args: Any, output: Any) -> None:
             for kept, value in self._attributes.named_in(part) if self._found is None else ():
-                mark = _mark_of(value)
+                mark, count = _mark_of(value), _count_in(value)
+                if count > counts.get(kept, count) and self._is_shared(value, name):
+                    self._counts[kept] = count
                 if mark and mark != before.get(kept) and self._is_shared(value, name):
                     self._found = kept, name
-                    if any(map(_is_activation, held_in(value))):
+                    if any(map(_is_activation, held_in(_contents(value)))):
                         self._tell(stacklevel=3)
 
         # around the program's hooks
@@ -135,13 +145,24 @@ def _parameters_in(part: nn.Module, own_ids: set[int]) -> Iterator[tuple[str, nn
                     yield from ((name, p) for p in trained)
 
 
+def _count_in(value: Any) -> int:
+    """The sum of the integers in it; -1: it has none."""
+    found = [x for x in held_in(_contents(value)) if type(x) is int]
+    return sum(found) if found else -1
+
+
 def _is_activation(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 1 and value.requires_grad
 
 
+def _contents(value: Any) -> Any:
+    """Of a class, as a name for shared values, what it has."""
+    if isinstance(value, type):
+        return {k: x for k, x in vars(value).items() if k[0] != "_"}
+    return value
+
+
 def _mark_of(value: Any) -> Mark:
-    """Of a class, as a name for shared values: what it has."""
     if not isinstance(value, type):
         return mark_of(value)
-    is_namespace = is_foreign(value) and not issubclass(value, nn.Module)
-    return mark_of({k: x for k, x in vars(value).items() if k[0] != "_"}) if is_namespace else ()
+    return mark_of(_contents(value)) if is_foreign(value) else ()
