@@ -122,6 +122,39 @@ def shifted(own, x):
     return own(0.5 * x + 0.5 * torch.cat((torch.zeros_like(x[:1]), x[:-1])))
 
 
+class OverItsSize(torch.autograd.Function):
+    """The identity, whose gradient has length 1 at each token."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return F.normalize(gradient, dim=-1)
+
+
+def of_gradients(change):
+    """A hook on the gradient of the first layer's hidden states, [s/cp, b, h]."""
+
+    def loss_of(program):
+        layer = program.model.decoder.layers[0]
+        handle = layer.register_forward_hook(lambda module, args, hidden: hidden.register_hook(change) and None)
+        loss = program.losses().mean()
+        handle.remove()
+        return loss
+
+    return loss_of
+
+
+def limit_by(ranks):
+    return lambda g: ranks * (g / ranks).clamp(-1e-4, 1e-4)
+
+
+def by_size(what, loss_of):
+    return Case(what, by(loss_of), "told", "gradients of rows which are this context rank's", "`n * f(g / n)`")
+
+
 def numbers():
     return torch.tensor([ROW])
 
@@ -223,6 +256,19 @@ CASES = [
         "a forward in the place of a layer's: over its norm by token, `x + 0.9 * (y - x)`",
         by(replaced(lambda own, x: x + 0.9 * (own(x) / own(x).norm(dim=-1, keepdim=True) - x))),
     ),
+    by_size("a hook, `h.register_hook(lambda g: g.clamp(-c, c))`", of_gradients(lambda g: g.clamp(-1e-4, 1e-4))),
+    by_size(
+        "a hook, gradients over their norm by token",
+        of_gradients(lambda g: g / (g.norm(dim=-1, keepdim=True) + 1e-8)),
+    ),
+    by_size(
+        "a hook, an own `autograd.Function` that normalises gradients", steered(lambda h, v: OverItsSize.apply(h))
+    ),
+    Case(
+        "a hook, `h.register_hook(lambda g: g.clamp(-c, c))`, of g / n and n times that",
+        by(lambda program: of_gradients(limit_by(program.ranks))(program)),
+    ),
+    Case("a hook, `h.register_hook(lambda g: -0.5 * g)`: gradient reversal", by(of_gradients(lambda g: -0.5 * g))),
     by_number("`for row, n in zip(losses, lengths): row[n]`", last_by_length),
     by_number("`torch.segment_reduce` of losses", by_document),
 ]

@@ -1,7 +1,9 @@
 """Follows gradients of a context rank's rows that a program's hooks, or torch.autograd.grad, are given.
 
 A gradient that is clipped, normalised or centred by a norm or a mean of this rank's rows is another than one
-process's. Elementwise changes are right, and so are logs.
+process's, and so is one that is limited by a number, or by its own size at each token, where gradients are averaged
+over the ranks: of a loss that is a mean of a rank's rows it is as many times one process's as there are ranks. Other
+elementwise changes are right, and so are logs.
 """
 
 import warnings
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows.reads import READS
-from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand import is_foreign, split_axes
 from core.parallel_state.by_hand.functions import JOINS
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.split_axes import Axes
@@ -34,8 +36,19 @@ _READS_REMEDY = (
 _SCALES = ("mul", "imul", "rmul", "div", "truediv", "idiv", "itruediv")
 _REMEDY = (
     "Sum squares over the ranks before: n = g.pow(2).sum(); torch.distributed.all_reduce(n, "
-    "group=parallel_state.get_context_parallel_group()); g / n.sqrt(). Norms of each token are right"
+    "group=parallel_state.get_context_parallel_group()); g / n.sqrt()"
 )
+_LIMITS = frozenset(
+    ["clamp", "clip", "clamp_min", "clamp_max", "hardtanh", "sign", "sgn", "tanh", "normalize"]
+)
+# of columns, the size of a token's gradient
+_SIZES = frozenset(["norm", "vector_norm", "std", "var", "amax", "max", "mean", "sum"])
+_SCALE_REMEDY = (
+    "A loss that is a mean of a rank's own rows gives as many times one process's gradient as there are ranks: with "
+    "n = parallel_state.get_context_parallel_world_size() it is n * f(g / n)"
+)
+# nodes of autograd that are looked at behind a hook's result
+_MOST_NODES = 200
 
 
 class GradientRows(Follower):
@@ -46,6 +59,8 @@ class GradientRows(Follower):
         self._told = False
         # whether the hook that runs has read a number of the rows
         self._has_read = False
+        # over how many ranks gradients of a mean over rows are averaged afterwards
+        self.averaged_over = 1
         # after a backward a number of them is what a program wants to know
         self._tells_reads = False
 
@@ -113,7 +128,45 @@ class GradientRows(Follower):
         ):
             self._tell("a number", name)
         else:
+            self._look_at_scale(call, rows)
             self._follow_rows(call)
+
+    def _look_at_scale(self, call: Call, rows: list[SplitTensor]) -> None:
+        """Tell of limits, and of what is divided by its own size at each token, unless it was scaled."""
+        results = [x for x in pytree.tree_leaves(call.result) if isinstance(x, Tensor)]
+        numbers = [x for x in call.args if type(x) in (int, float)]
+        is_averaged = call.name in _SCALES and self.averaged_over in numbers
+        if is_averaged or any(hasattr(x, "is_averaged") for x in rows):
+            for x in results:
+                x.is_averaged = True  # type: ignore[attr-defined]
+            return
+        sizes = [x for x in rows if getattr(x, "is_size", False)]
+        is_by_size = call.name in _SCALES and sizes and len(sizes) < len(rows)
+        if call.name.strip("_") in _LIMITS or is_by_size:
+            self.tell_of_scale(f"{call.name} of")
+        for x in results if call.name in _SIZES or len(sizes) == len(rows) else ():
+            x.is_size = True  # type: ignore[attr-defined]
+
+    def tell_of_scale(self, what: str) -> None:
+        """`what` is done to gradients of rows by their size."""
+        if self.averaged_over > 1:
+            self._warn(f"{what} gradients of rows which are this context rank's. {_SCALE_REMEDY}")
+
+    def look_at_functions(self, x: Tensor) -> None:
+        """Tell of a program's `torch.autograd.Function` behind `x` whose backward has limits or norms."""
+        level: list[Any] = [x.grad_fn] if self.averaged_over > 1 else []
+        seen: set[Any] = set()
+        while level and len(seen) < _MOST_NODES:
+            node = level.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            level += [following for following, _ in node.next_functions]
+            own = getattr(node, "_forward_cls", None)
+            code = getattr(getattr(own, "backward", None), "__code__", None)
+            if own is not None and code is not None and is_foreign(own):
+                for name in (_LIMITS | _SIZES - {"sum", "mean"}).intersection(code.co_names):
+                    self.tell_of_scale(f"{name} in {own.__name__}.backward is taken of")
 
     def _follow_rows(self, call: Call) -> None:
         try:

@@ -93,6 +93,7 @@ class HookedRows:
                 if isinstance(x, Tensor):
                     is_changed = x is not before or _version(x) != version
                     check(x, name, before if is_changed else None)
+                    self.gradients.look_at_functions(x)
                     if name in ended and (mixes := mixed_since(x, ended[name])) is not None:
                         tell(name, mixes)
 
@@ -109,12 +110,16 @@ class HookedRows:
                 if any(map(is_foreign, (*registered.values(), *replaced_forward(part)))):
                     self._handles.append(register(partial(mark, name), prepend=True))
                     self._handles.append(register(partial(checked, name)))
+            self._note_ends(part, name, ended)
 
-            def note(_: nn.Module, args: Any, output: Any, name: str = name) -> None:
-                ended[name] = torch.autograd._get_sequence_nr()
+    def _note_ends(self, part: nn.Module, name: str, ended: dict[str, int]) -> None:
+        """Of the modules inside of a part whose forward a program has replaced."""
 
-            for inside in takes_inside(part):
-                self._handles.append(inside.register_forward_hook(note))
+        def note(_: nn.Module, args: Any, output: Any) -> None:
+            ended[name] = torch.autograd._get_sequence_nr()
+
+        for inside in takes_inside(part):
+            self._handles.append(inside.register_forward_hook(note))
 
     def listen_to_parts(
         self,

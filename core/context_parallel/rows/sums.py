@@ -201,6 +201,8 @@ class RowSums:
         device = inputs[0].device if isinstance(inputs[0], Tensor) else torch.device("cpu")
         self._as_written.begin(self._forwards_inside, device)
         self.is_averaged = self.is_averaged or has_main_grad(next(model.parameters()))
+        are_averaged = self.is_averaged and not stage.driven
+        self.gradients.averaged_over = self.group.size if are_averaged else 1
         self.batch.forward_begins(inputs)
         self._synced.choose(model)
         if not stage.driven:

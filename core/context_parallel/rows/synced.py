@@ -42,7 +42,8 @@ class SyncedWeight:
 
 def told_of_weights(numbers: Tensor) -> str:
     """What is said where ranks have other weights, [ranks, NUM_SYNCED]."""
-    if bool((numbers == numbers[:1]).all()):
+    # of a run that has diverged nothing is said
+    if bool((numbers == numbers[:1]).all() | ~numbers.isfinite().all()):
         return ""
     return (
         f"weights differ between the {len(numbers)} context ranks after an update: each has the gradient of its own "
