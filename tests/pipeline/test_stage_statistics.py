@@ -85,6 +85,22 @@ def test_what_hooks_keep_of_several_modules(ranks, how):
         )
 
 
+def reads(how, count):
+    ps = state(pp=2)
+    module = stage_of_layers(ps)
+    read = float if how == "float" else "{:.3f}".format
+    return train(module, ps, between=lambda: [read(p.detach().norm()) for p in [*module.parameters()][:count]])
+
+
+@pytest.mark.parametrize("how", ["float", "a text"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_norms_of_weights_that_are_read(ranks, how, count):
+    """What Python makes of several is not seen; one alone is what it is."""
+    for messages in ranks(reads, how, count, world=2):
+        assert len(messages) == (count > 1)
+        assert not messages or "takes several weights or gradients out of torch" in messages[0]
+
+
 class Gauge(nn.Linear):
     """A module of the program's that has the deviation of its last output."""
 
