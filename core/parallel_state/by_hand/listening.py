@@ -352,8 +352,8 @@ class ByHand:
                 return result
             if meets or (source.is_penalty and name in READS_OF_VALUE):
                 self._hear(combined)
-            elif name in ("float", "format"):
-                # Python makes a plain number, or a text, of whatever it is given back
+            elif name == "float":
+                # Python makes a plain number of whatever it is given back
                 self._hear(replace(source, kind="taken", name=name))
         is_count = kind == "shape" and type(result) is int and name in ("numel", "nelement")
         if is_count or (source.reduced and name == "item" and type(result) is not bool):

@@ -2,6 +2,7 @@
 gradients of one rank's stages."""
 
 import math
+import sys
 import warnings
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
+from core.parallel_state.by_hand.functions import frame_of_program
+from core.parallel_state.by_hand.read_numbers import is_kept_by_name
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
 # numbers that nobody follows from there on
-_TAKES_OUT = ("numpy", "array", "tolist", "float", "format")
+_TAKES_OUT = ("numpy", "array", "tolist", "float")
 # steps between two looks at an accelerator's numbers: each look waits for it
 READ_EVERY = 64
 
@@ -88,6 +91,8 @@ class StageArithmetic:
             )
         if heard.sees_only_shard:
             self._warn_once("a shard", heard.message(*self._modules))
+        elif heard.kind == "taken" and is_kept_by_name(frame_of_program(sys._getframe())):
+            return
         elif heard.name in _TAKES_OUT:
             self._taken_ids.add(id(heard.parameter))
             if len(self._taken_ids) > 1 or heard.joined:
