@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from core.data_parallel import DataParallel
 from core.optimizer import OptimizerConfig, ShardedSGD
 from core.parallel_state import ParallelState
-from tests.models.gpt import gpt
+from tests.models.gpt import VOCAB, gpt
 from tests.parity.whole import whole_parameters
 from tests.states import state
 from tests.zoo.case import Case, Family, compared
@@ -113,7 +113,48 @@ def energy(program, hidden):
 
 HALVED = "divided by numbers only"
 TIMES = "times the context ranks, or a mean over tokens"
+
+
+def own_tokens(change):
+    """Scheduled sampling: `change(tokens, own)` is given to the model."""
+
+    def loss_of(program):
+        tokens, places = program.rows["tokens"], program.rows["position_ids"]
+        with torch.no_grad():
+            own = program.model.gather_logits(program.model(tokens, places)).argmax(-1)
+        return program.model(change(tokens, own), places, labels=program.labels).mean()
+
+    return loss_of
+
+
+def every_third(own):
+    return torch.arange(own.shape[1]).expand_as(own) % 3 == 2
+
+
+def of_places(what, loss_of, says):
+    return Case(what, by(loss_of), "told", says, "make it of whole sequences, before `context_batch`")
+
+
 CASES = [
+    of_places(
+        "scheduled sampling: `cat((tokens[:, :1], own[:, :-1]), 1)`",
+        own_tokens(lambda tokens, own: torch.cat((tokens[:, :1], own[:, :-1]), 1)),
+        "is given to the model",
+    ),
+    of_places(
+        "scheduled sampling: `own.roll(1, 1)`",
+        own_tokens(lambda tokens, own: own.roll(1, 1)),
+        "roll of a batch's rows.*is given to the model",
+    ),
+    of_places(
+        "scheduled sampling: every third token by `torch.arange`",
+        own_tokens(lambda tokens, own: torch.where(every_third(own), own, tokens)),
+        "the same on all 2 context ranks",
+    ),
+    Case(
+        "self-training: own tokens where they are above a number",
+        by(own_tokens(lambda tokens, own: torch.where(own > VOCAB // 2, own, tokens))),
+    ),
     Case(
         "distillation by `kl_div(..., reduction='batchmean') * T * T`, T = 2",
         by(distilled(lambda x, q: F.kl_div(x, q.exp(), reduction="batchmean") * 2.0 * 2.0)),

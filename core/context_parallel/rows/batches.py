@@ -126,7 +126,8 @@ class BatchRows(FollowsRows):
         unknown = torch.zeros(NUM_SEQUENCES, dtype=torch.float64)
         self._of_sequences = getattr(inputs[0], "of_sequences", unknown)
         for x in inputs:
-            if isinstance(x, SplitTensor) and is_of_batch(x) and is_changed(x):
+            # or what an evaluation has made: the model's own tokens
+            if isinstance(x, SplitTensor) and (is_changed(x) if is_of_batch(x) else x.partial):
                 self.tell(x, "is given to the model")
 
     def tell(self, x: SplitTensor, does: str) -> None:

@@ -59,6 +59,8 @@ class GradientRows(Follower):
         self._told = False
         # whether the hook that runs has read a number of the rows
         self._has_read = False
+        # whether what is made of them does
+        self._goes_on = False
         # over how many ranks gradients of a mean over rows are averaged afterwards
         self.averaged_over = 1
         # after a backward a number of them is what a program wants to know
@@ -78,18 +80,20 @@ class GradientRows(Follower):
     def begin(self, gradients: Any, axes: Axes) -> None:
         """A program's code is about to get them."""
         self._has_read = self._tells_reads = False
+        self._goes_on = True
         for gradient in pytree.tree_leaves(gradients):
             if isinstance(gradient, Tensor) and gradient.dim() == len(axes) and not self._told:
                 self.mark(gradient, axes)
 
     def end(self) -> None:
         """It has returned: what it made goes on as a gradient."""
+        self._goes_on = False
         self.make_plain()
 
     def looked_at(self, gradient: Any, axes: Axes) -> None:
         """`hidden.grad` after a backward: saliency of its rows."""
         self.begin((gradient,), axes)
-        self._tells_reads = True
+        self._tells_reads, self._goes_on = True, False
 
     def given_by_grad(self, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
         """`torch.autograd.grad(loss, rows)` returned gradients, which stay followed."""
@@ -142,7 +146,7 @@ class GradientRows(Follower):
             return
         sizes = [x for x in rows if getattr(x, "is_size", False)]
         is_by_size = call.name in _SCALES and sizes and len(sizes) < len(rows)
-        if call.name.strip("_") in _LIMITS or is_by_size:
+        if self._goes_on and (call.name.strip("_") in _LIMITS or is_by_size):
             self.tell_of_scale(f"{call.name} of")
         for x in results if call.name in _SIZES or len(sizes) == len(rows) else ():
             x.is_size = True  # type: ignore[attr-defined]

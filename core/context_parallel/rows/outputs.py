@@ -124,15 +124,15 @@ class Sums(FollowsRows):
             self._follow_rows(of_outputs)
 
     def _follow_rows(self, call: Call) -> None:
-        name, inputs, result = call.name, call.inputs, call.result
-        args, kwargs = call.args, call.kwargs
+        name, inputs, args = call.name, call.inputs, call.args
+        kwargs, result = call.kwargs, call.result
         needs_gradient = any(x.requires_grad for x in inputs)
         if name in ("numpy", "array") or (name == "tolist" and self.is_evaluation):
-            # nothing is heard of what is made of them there
             self._owner.tell_of_log("values of", reads.NUMPY_REMEDY, "go to numpy")
         try:
-            if needs_gradient:
-                self._factors.note(name, inputs, args, kwargs)
+            if needs_gradient or not inputs[0].is_floating_point():  # tokens: of the next batch
+                own = self._factors if needs_gradient else self._owner.batch.factors
+                own.note(name, inputs, args, kwargs)
             # as if nobody followed the batch, or a loss
             args, kwargs = with_rows_alone(args, kwargs)
             outcome: Finding | Followed | str | float | None = (

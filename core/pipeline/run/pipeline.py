@@ -127,7 +127,7 @@ class Pipeline(AnsweredPipeline, NumberedSteps):
         except Exception as error:
             problem = error
         self._key = self._agree_on_schedule(problem)
-        has_twins = check_tables(self.modules, ps)
+        has_twins = check_tables(self.modules, ps, self.schedule.placement)
         modules = [*self.modules.values()]
         self._numbers = StepNumbers(modules, [stage.context for stage in self.stages.values()])
         self._loss_watch = LossWatch(ps, modules)

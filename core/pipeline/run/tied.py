@@ -85,14 +85,40 @@ def _refuse_different_ends(modules: Mapping[int, nn.Module], ps: ParallelState) 
         )
 
 
-def check_tables(modules: Mapping[int, nn.Module], ps: ParallelState) -> bool:
-    """Refuse tied ends with different values; whether it has told of twins, see `tell_of_twins`. Two all-gathers."""
+def _refuse_tables_elsewhere(
+    modules: Mapping[int, nn.Module], ps: ParallelState, placement: Sequence[int]
+) -> None:
+    """Raise ValueError, on every rank: a table that is marked as tied where neither end is. All-gather over pp."""
+    marked = [
+        name
+        for module in modules.values()
+        for name, parameter in module.named_parameters()
+        if _is_marked(parameter)
+    ]
+    ends = {placement[0], placement[-1]}
+    for rank, names in enumerate(all_gather_objects(marked, ps.group("pp"))):
+        if rank not in ends and names:
+            raise ValueError(
+                f'{names[0]} is marked by partial={{"embedding"}} on pipeline rank {rank}, and the first and last '
+                f"stage are on {sorted(ends)}: nobody would sum its gradient. Keep it on one stage, and hand it on "
+                "in the stages' output"
+            )
+
+
+def check_tables(
+    modules: Mapping[int, nn.Module], ps: ParallelState, placement: Sequence[int]
+) -> bool:
+    """Refuse tied tables elsewhere than on both ends, and ends with different values.
+
+    Whether it has told of twins, see `tell_of_twins`. Three all-gathers.
+    """
     # weights that a checkpoint will fill are no numbers yet, and are equal once it has
     await_checkpoint = any(
         getattr(module, "awaits_checkpoint", False) for module in modules.values()
     )
     if ps.size("pp") == 1 or await_checkpoint:
         return False
+    _refuse_tables_elsewhere(modules, ps, placement)
     _refuse_different_ends(modules, ps)
     return tell_of_twins(modules, ps)
 
