@@ -44,8 +44,8 @@ def refuse_unknown(unknown: Collection[int], module: Modules) -> None:
     names = list(new.values())
     raise ValueError(
         f"DataParallel: {len(unknown)} trainable parameters ({', '.join(names[:3]) or 'of another module'}) "
-        "are summed by nobody: replaced (load_state_dict(assign=True)?) or unfrozen later; remove() this "
-        "and make it anew, with its optimizer"
+        "are summed by nobody: replaced (load_state_dict(assign=True)?), added or unfrozen later; remove() "
+        "this and make it anew, with its optimizer"
     )
 
 

@@ -18,7 +18,7 @@ from core.data_parallel.agreement import BITS, Agreement, options_of
 from core.data_parallel.buffers.buffers import Buffer
 from core.data_parallel.buffers.gradient import BucketGradient, ParameterSlot, fetch_all, slot_of
 from core.data_parallel.buffers.life import Phase
-from core.data_parallel.refusals import RootHook, refuse_sparse
+from core.data_parallel.refusals import RootHook, refuse_sparse, refuse_unknown
 from core.parallel_state.by_hand.functions import called_by_program
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.environment import reading_waits
@@ -130,6 +130,7 @@ class UpdateWatch:
                 elif slot.sums is sums:
                     slots.append(slot)
         if not slots:
+            self._refuse_added(optimizer, outside)
             return
         if optimizer not in self._optimizers:
             refuse_sparse(optimizer, self._stages)
@@ -168,6 +169,18 @@ class UpdateWatch:
             fetch_all([slot for slot in slots if slot.parameter.grad is slot.gradient])
         self._outermost = (optimizer, self._slots[0].step)
         self._agreement.in_optimizer = True
+
+    def _refuse_added(
+        self, optimizer: torch.optim.Optimizer, outside: Sequence[nn.Parameter]
+    ) -> None:
+        """Before its first step. Raises ValueError: adapters that were put in since, alone in their optimizer, get
+        gradients that nobody sums."""
+        if optimizer not in self._optimizers:
+            self._optimizers.add(optimizer)
+            inside = {
+                id(p) for stage in self._stages for p in stage.parameters() if p.requires_grad
+            }
+            refuse_unknown(inside.intersection(map(id, outside)), self._stages)
 
     def _give_gradients(
         self,

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from tests.zoo.habit_side import Net, Side, habits, loss_of, steps
+from tests.zoo.habit_side import RATE, Net, Side, habits, loss_of, steps
 
 HABITS, habit = habits()
 
@@ -230,6 +230,22 @@ def late_lora(side: Side) -> dict[str, Tensor]:
     model.layers[0].up = LoRA(model.layers[0].up)
     steps(side, model, optimizer)
     return side.weights(optimizer, model)
+
+
+@habit(
+    "LoRA put in after the wrap of a frozen model, alone in torch's SGD",
+    "summed by nobody",
+    "put it in first, then wrap",
+    outcome="refused",
+)
+def late_lora_alone(side: Side) -> dict[str, Tensor]:
+    model = side.net()
+    wrapped = side.wrap(model)
+    model.requires_grad_(False)
+    model.layers[0].up = adapter = LoRA(model.layers[0].up)
+    optimizer = torch.optim.SGD([p for p in adapter.parameters() if p.requires_grad], lr=RATE)
+    steps(side, model, optimizer)
+    return side.weights(wrapped, model)
 
 
 @habit("optimizer.step() without any backward")
