@@ -111,6 +111,10 @@ _OF_NAMES = re.compile(
     r"\benumerate\(|\bnext\(|[\])]\s*\[|(?<!: )\b(\w+)\s+for\s+(?:.*\bfor\s+)?\(?\w+\s*,\s*\1\)?\s+in\b"
 )
 _COUNTER = re.compile(r"\+= 1\b")
+# of all modules or parameters; numbers of several weights are told where they are put together
+_COUNTED_AMONG = re.compile(
+    r"^(?!.*\.(?:numel|nelement|norm|grad|data|square|pow|abs|sum|item|detach|mean|element_size)\b).*\b(?:sum|len)\("
+)
 _NAMED = re.compile(r"^\s*(\w+)\s*=\s*(?:\[|\(|list\(|tuple\()")
 
 
@@ -161,6 +165,17 @@ class Layers(nn.ModuleDict):
         self._look_for(_BY_PLACE, _TAKEN, sys._getframe(1))
         return super().children()
 
+    def named_modules(self, *args: Any, **how: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As torch's, of which `modules()` and `parameters()` of a model are made."""
+        if not self.are_all:
+            frame = sys._getframe(1)
+            while (
+                frame.f_back is not None and frame.f_globals.get("__name__") == nn.Module.__module__
+            ):
+                frame = frame.f_back
+            self._look_for(_COUNTED_AMONG, "what is counted is this stage's", frame)
+        return super().named_modules(*args, **how)
+
     def keys(self) -> KeysView[str]:
         """Names, which are numbers."""
         self._look_for(_OF_NAMES, _TAKEN, sys._getframe(1))
@@ -186,7 +201,8 @@ class Layers(nn.ModuleDict):
         if self._told or self.are_all or not called_by_program(frame):
             return
         line = line_of_program(frame)
-        is_numbered = use is not _COUNTED and _is_numbered(line, frame_of_program(frame))
+        counts = use in (_COUNTED, _COUNTED_AMONG)
+        is_numbered = not counts and _is_numbered(line, frame_of_program(frame))
         if use.search(line) or is_numbered:
             self._told = True
             warnings.warn(

@@ -153,6 +153,11 @@ USES = {
     "all": lambda layers: [layer.eval() for layer in layers.values()],
     "by number": lambda layers: {int(number): layer for number, layer in layers.items()},
     "modules": lambda layers: layers.to(torch.float64),
+    "counted modules": lambda layers: sum(1 for part in layers.modules() if hasattr(part, "self_attention")),
+    "counted parameters": lambda layers: len([p for p in layers.parameters() if p.dim() > 1]),
+    "counted names": lambda layers: sum("linear_proj" in name for name, _ in layers.named_parameters()),
+    "elements": lambda layers: sum(p.numel() for p in layers.parameters()),
+    "modules in a loop": lambda layers: [part.train() for part in layers.modules()],
 }
 
 
@@ -168,6 +173,8 @@ def test_layers_that_are_taken_by_their_place_in_a_stage_are_told(ranks, use):
         "modules",
         "applied",
         "items of two",
+        "elements",
+        "modules in a loop",
     )
     for rank, messages in enumerate(ranks(said_of_layers, use, world=2)):
         assert len(messages) == by_place

@@ -59,6 +59,29 @@ def rates_by_index(counts_all):
     )
 
 
+def rates_from_the_end(counts_all):
+    """A decay by depth: the last parameter has the whole rate, and stages have other numbers of them."""
+    ps = state(pp=2)
+    module = stage_of_layers(ps, 3 + ps.index("pp"))
+    parameters = list(module.parameters())
+    after = 8 if counts_all and ps.index("pp") == 0 else 0
+    rates = [0.01 * 0.9 ** (len(parameters) + after - 1 - i) for i in range(len(parameters))]
+    return train(module, ps, groups=[{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)])
+
+
+def rate_of_all(of_count):
+    ps = state(pp=2)
+    module = stage_of_layers(ps, 3 + ps.index("pp"))
+    rate = 1 / len(list(module.parameters())) if of_count else 0.01
+    return train(module, ps, groups=[{"params": list(module.parameters()), "lr": rate}])
+
+
+@pytest.mark.parametrize("of_count", [False, True])
+def test_one_rate_for_each_stage(ranks, of_count):
+    for messages in ranks(rate_of_all, of_count, world=2):
+        assert len([x for x in messages if "another one on other pipeline ranks" in x]) == of_count
+
+
 class Stage(nn.Module):
     """Layers between others."""
 
@@ -160,7 +183,7 @@ def test_gradients_that_are_averaged_over_stages(ranks, over_data_ranks):
         assert over_data_ranks or messages[0].startswith("all_reduce by hand puts together")
 
 
-@pytest.mark.parametrize("choose", [half_frozen, rates_by_index, last_layer_trained])
+@pytest.mark.parametrize("choose", [half_frozen, rates_by_index, rates_from_the_end, last_layer_trained])
 @pytest.mark.parametrize("counts_all", [False, True])
 def test_what_is_chosen_by_the_order_of_a_stages_parameters(ranks, choose, counts_all):
     """The first half of each stage is not the first half of the model; by its whole order nothing is said."""

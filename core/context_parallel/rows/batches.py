@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from core.context_parallel.rows.factors import RowFactors
 from core.context_parallel.rows.follower import FollowsRows
 from core.context_parallel.rows.places import joins_rows
-from core.context_parallel.rows.reads import MEAN, NUMPY_REMEDY, READS
+from core.context_parallel.rows.reads import MEAN, NUMPY_REMEDY, READS, is_moved
 from core.context_parallel.rows.selections import selected
 from core.context_parallel.rows.sequences import NUM_SEQUENCES, keep_sequences
 from core.context_parallel.rows.wholes import Wholes
@@ -127,7 +127,7 @@ class BatchRows(FollowsRows):
         self._of_sequences = getattr(inputs[0], "of_sequences", unknown)
         for x in inputs:
             # or what an evaluation has made: the model's own tokens
-            if isinstance(x, SplitTensor) and (is_changed(x) if is_of_batch(x) else x.partial):
+            if isinstance(x, SplitTensor) and (is_changed if is_of_batch(x) else is_moved)(x):
                 self.tell(x, "is given to the model")
 
     def tell(self, x: SplitTensor, does: str) -> None:

@@ -5,11 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from core.context_parallel.rows.synced import SyncedWeight
+
 
 class BackwardOfHead:
     """Of backward calls that come to several tensors of one head, or of several heads: when each has ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, synced: SyncedWeight) -> None:
+        self._synced = synced
         self._awaits_end = False
 
     def listen(self, tensor: Tensor, call: Callable[[Tensor], None]) -> None:
@@ -25,4 +28,5 @@ class BackwardOfHead:
             call(gradient)
 
         if tensor.requires_grad:
+            self._synced.choose_behind(tensor)
             tensor.register_hook(hear)

@@ -78,7 +78,7 @@ class Sums(FollowsRows):
         self._shared = SharedCounts(output.device)
         self._divisors = Divisors(owner.batch, output.device)
         self._factors = factors.RowFactors(output.device, of_losses=self._is_loss)
-        self._backward_of_head = BackwardOfHead()
+        self._backward_of_head = BackwardOfHead(owner.synced)
 
     def weigh(self, logits: Tensor) -> None:
         """Of [b, s/cp, v]: in their backward, before it comes to the output, what rows weigh in a cross entropy."""
@@ -92,11 +92,13 @@ class Sums(FollowsRows):
         logits.register_hook(note)
 
     def mark(self, tensor: Any, axes: Axes | None, partial: str = "") -> None:
-        # of an evaluation comparisons and predictions, too: which rank a label has, exact matches
+        # tokens that may be the next forward's; of an evaluation comparisons, too: which rank a label has
         if isinstance(tensor, Tensor) and (
-            tensor.is_floating_point() or partial or self.is_evaluation
+            tensor.is_floating_point() or partial or self.is_evaluation or reads.are_tokens(tensor)
         ):
             super().mark(tensor, axes, partial)
+            if not tensor.requires_grad:  # the output may be gone by then
+                tensor.follower = self  # type: ignore[attr-defined]
 
     def follow(self, call: Call) -> None:
         name, args, result = call.name, call.args, call.result
@@ -244,9 +246,7 @@ class Sums(FollowsRows):
         # of the largest, as a number of a row; of an evaluation counts, too
         is_place |= name in STATISTICS or self.is_evaluation
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor) and (
-                tensor.is_floating_point() or tensor.dtype is torch.bool or is_place
-            ):
+            if isinstance(tensor, Tensor) and (is_place or reads.may_count(tensor)):
                 self.mark(tensor, None, name)
             if isinstance(tensor, SplitTensor):
                 tensor.counted = tensor.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from core.context_parallel.rows.batches import BatchRows
 from core.context_parallel.rows.gradients import GradientRows
+from core.context_parallel.rows.synced import SyncedWeight
 from core.context_parallel.rows.wholes import Wholes
 from core.parallel_state.collectives import Group
 
@@ -23,6 +24,7 @@ class Owner(Protocol):
     batch: BatchRows
     gradients: GradientRows
     wholes: Wholes
+    synced: SyncedWeight
 
     def tell(self, what: str, remedy: str = ...) -> None: ...
 

@@ -3,7 +3,7 @@
 import torch
 from torch.utils import _pytree as pytree
 
-from core.parallel_state.by_hand.split_tensor import Call, SplitTensor
+from core.parallel_state.by_hand.split_tensor import REPEATED, Call, SplitTensor
 
 # of the rows that a rank has they say nothing about the others', in a log as well
 _STATISTIC_NAMES = """
@@ -40,6 +40,21 @@ LOG_REMEDY = (
 def is_statistic(x: SplitTensor) -> bool:
     """Whether it is of this rank's rows, and nobody has written the ranks' into it since."""
     return bool(x.partial) and hasattr(x, "counted") and torch.equal(x, x.counted)
+
+
+def may_count(x: torch.Tensor) -> bool:
+    """Whether a loss may be made of it: a number, a mask, tokens."""
+    return x.is_floating_point() or x.dtype is torch.bool or are_tokens(x)
+
+
+def are_tokens(x: torch.Tensor) -> bool:
+    """[b, s], or more."""
+    return x.dtype is torch.int64 and x.dim() > 1
+
+
+def is_moved(x: SplitTensor) -> bool:
+    """Whether it was made across rows, or of rows by number; not what is only repeated on whole sequences."""
+    return x.partial not in ("", REPEATED)
 
 
 def decides(name: str, number: SplitTensor, is_read: bool, is_evaluation: bool) -> bool:

@@ -74,7 +74,7 @@ class RowSums:
         self._evaluated: deque[Sums] = deque(maxlen=4)
         self._hooked: deque[Sums] = deque(maxlen=64)
         self.gradients = GradientRows()
-        self._synced = SyncedWeight()
+        self.synced = SyncedWeight()
         self._as_written = AsWritten()
         self._inside = HookedRows(self.gradients)
         self._parameter_hooks = ParameterHooks(self)
@@ -168,7 +168,7 @@ class RowSums:
 
     def compared(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """What ranks compare in a backward beside what is known of the output: of the batch, of a weight."""
-        return self.batch.compared.to(device), self._synced.numbers().to(device)
+        return self.batch.compared.to(device), self.synced.numbers().to(device)
 
     def look_inside(
         self, model: nn.Module, shares: tuple[int, ...], inputs: tuple, stage: StageContext
@@ -204,7 +204,7 @@ class RowSums:
         are_averaged = self.is_averaged and not stage.driven
         self.gradients.averaged_over = self.group.size if are_averaged else 1
         self.batch.forward_begins(inputs)
-        self._synced.choose(model)
+        self.synced.choose(model)
         if not stage.driven:
             self._parameter_hooks.attach(model)
 
@@ -303,6 +303,9 @@ class RowSums:
             of_ranks = all_gather(self._parts[1][None].contiguous(), group)
             whole = torch.cat(of_ranks.unbind(0), -1)[..., : gathered.shape[-1]]
         sums = self._latest() if self._latest is not None else None
+        # of another model, a teacher
+        follower = logits.seen_by() if isinstance(logits, SplitTensor) else None
+        sums = follower if isinstance(follower, Sums) else sums
         if sums is not None and gathered.requires_grad != sums.is_evaluation:
             sums.mark(gathered, axes_of_rows(gathered))
             if gathered.requires_grad:

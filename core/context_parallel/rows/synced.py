@@ -9,6 +9,7 @@ from core.parallel_state.collectives.checks import fingerprint
 from core.parallel_state.layout import layout_of
 
 NUM_SYNCED = 2
+_MOST_NODES = 50
 SYNCED_REMEDY = (
     "Wrap the model in core.data_parallel.DataParallel(model, ps), or sum its gradients over parallel_state."
     "get_data_parallel_group(with_context_parallel=True), as torch's DDP does with this group"
@@ -16,10 +17,11 @@ SYNCED_REMEDY = (
 
 
 class SyncedWeight:
-    """The smallest weight that trains, of one model, as it is compared."""
+    """The smallest weight that trains, of one model, and one of a head of the program's, as they are compared."""
 
     def __init__(self) -> None:
         self._weight: weakref.ref[nn.Parameter] | None = None
+        self._of_head: weakref.ref[nn.Parameter] | None = None
 
     def choose(self, model: nn.Module) -> None:
         """Before a forward; the first time counts."""
@@ -30,14 +32,30 @@ class SyncedWeight:
             if trained:
                 self._weight = weakref.ref(min(trained, key=torch.numel))
 
+    def choose_behind(self, made: Tensor) -> None:
+        """A parameter that `made` of a model's outputs was made with; the first counts."""
+        if self._of_head is not None:
+            return
+        level, seen = [made.grad_fn], 0
+        while level and seen < _MOST_NODES:
+            node = level.pop()
+            seen += 1
+            variable = getattr(node, "variable", None)
+            if type(variable) is nn.Parameter:
+                self._of_head = weakref.ref(variable)
+                return
+            level += [following for following, _ in node.next_functions] if node else []
+
     @torch.no_grad()
     def numbers(self) -> Tensor:
-        """[NUM_SYNCED]; zeros where it is not here, as at ZeRO stage 3."""
-        weight = self._weight() if self._weight is not None else None
+        """[NUM_SYNCED]; zeros where they are not here, as at ZeRO stage 3."""
+        numbers = torch.zeros(NUM_SYNCED, dtype=torch.float64)
         with torch._C.DisableTorchFunctionSubclass():
-            if weight is None or not weight.numel():
-                return torch.zeros(NUM_SYNCED, dtype=torch.float64)
-            return fingerprint(weight.detach().double())
+            for reference in filter(None, (self._weight, self._of_head)):
+                weight = reference()
+                if weight is not None and weight.numel():
+                    numbers = numbers.to(weight.device) + fingerprint(weight.detach().double())
+        return numbers
 
 
 def told_of_weights(numbers: Tensor) -> str:

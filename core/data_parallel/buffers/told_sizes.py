@@ -1,4 +1,4 @@
-"""Sizes of a gradient that lies in buckets, which a program may take for those of the whole."""
+"""Sizes and row numbers of a gradient that lies in buckets, which a program may take for those of the whole."""
 
 from typing import Any
 
@@ -25,6 +25,20 @@ class ToldSizes(Tensor):
     def numel(self) -> int:
         """As torch's."""
         return self._heard("numel", super().numel())
+
+    def __getitem__(self, index: Any) -> Tensor:
+        self._hear_rows("__getitem__", index)
+        return super().__getitem__(index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._hear_rows("__setitem__", index)
+        super().__setitem__(index, value)
+
+    def _hear_rows(self, function: str, index: Any) -> None:
+        """torch calls nothing for a slice that takes all rows which are here: `[:90]` of 64."""
+        items = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(item, slice) and item.stop is not None for item in items):
+            self.hear(function, None)
 
     def _heard(self, function: str, size: Any) -> Any:
         self.hear(function, size)

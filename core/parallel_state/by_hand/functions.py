@@ -25,8 +25,8 @@ _SHAPES = "shape size numel nelement len"
 # row numbers of a shard are not row numbers of the full tensor
 _INDICES = """
     getitem setitem select slice index_select index_fill_ index_copy_ index_add_ index_put_ index_fill index_copy
-    index_add narrow embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_ numpy
-    array tolist dlpack
+    index_add index_put narrow embedding masked_fill masked_fill_ masked_select gather scatter scatter_ scatter_add_
+    numpy array tolist dlpack
 """
 KIND_OF_FUNCTION = {
     **dict.fromkeys(_REDUCTIONS.split(), "reduction"),

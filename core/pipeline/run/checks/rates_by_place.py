@@ -11,10 +11,14 @@ from torch.optim import Optimizer
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def rates_by_place(
-    modules: Sequence[nn.Module], optimizer: Optimizer
-) -> tuple[float | None, float | None]:
-    """Numbers that say where the rates of a stage's parameters begin, and whether they grow; frozen is 0.
+# numbers of `rates_by_place`
+NUM_COURSES = 4
+Courses = tuple[float | None, ...]
+NO_COURSES: Courses = (None,) * NUM_COURSES
+
+
+def rates_by_place(modules: Sequence[nn.Module], optimizer: Optimizer) -> Courses:
+    """Numbers that say where the rates of a stage's parameters begin and end, and whether they grow; frozen is 0.
 
     Of all parameters of a stage, and of its layers alone. None: in no stage of several layers they grow, or shrink,
     from the first parameter to the last.
@@ -29,15 +33,28 @@ def rates_by_place(
         if layers:
             of_all = of_all or _course(module.parameters(), rates)
             of_layers = of_layers or _course((p for x in layers for p in x.parameters()), rates)
-    return of_all, of_layers
+    return *(of_all or (None, None)), *(of_layers or (None, None))
 
 
-def _course(parameters: Iterable[nn.Parameter], rates: dict[int, float]) -> float | None:
+def the_only_rate(optimizer: Optimizer) -> float | None:
+    """The log of the rate of all parameters; None where groups have their own, or a device has it."""
+    rate, *others = [group.get("lr") for group in optimizer.param_groups]
+    if others or not isinstance(rate, (int, float)) or rate <= 0:
+        return None
+    return math.log(rate)
+
+
+def _course(
+    parameters: Iterable[nn.Parameter], rates: dict[int, float]
+) -> tuple[float, float] | None:
     of_all = [rates.get(id(p)) if p.requires_grad else 0.0 for p in parameters]
     # those of another optimizer have rates of their own
     known = [rate for rate in of_all if rate is not None]
     ways = {math.copysign(1, b - a) for a, b in pairwise(known) if a != b}
-    return ways.pop() * (1 + known[0]) if len(ways) == 1 else None
+    if len(ways) != 1:
+        return None
+    way = ways.pop()
+    return way * (1 + known[0]), way * (1 + known[-1])
 
 
 def layers_of(module: nn.Module) -> list[nn.Module]:
