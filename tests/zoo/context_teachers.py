@@ -127,6 +127,17 @@ def own_tokens(change):
     return loss_of
 
 
+def own_in_training(change):
+    """The same of a forward with gradients, whose logits are gone by then."""
+
+    def loss_of(program):
+        tokens, places = program.rows["tokens"], program.rows["position_ids"]
+        own = change(program.model.gather_logits(program.model(tokens, places)).argmax(-1))
+        return program.model(own, places, labels=program.labels).mean()
+
+    return loss_of
+
+
 def every_third(own):
     return torch.arange(own.shape[1]).expand_as(own) % 3 == 2
 
@@ -151,6 +162,12 @@ CASES = [
         own_tokens(lambda tokens, own: torch.where(every_third(own), own, tokens)),
         "the same on all 2 context ranks",
     ),
+    of_places(
+        "own tokens of a forward with gradients, rolled",
+        own_in_training(lambda own: own.roll(1, 1)),
+        "roll of a batch's rows.*is given to the model",
+    ),
+    Case("own tokens of a forward with gradients", by(own_in_training(lambda own: own))),
     Case(
         "self-training: own tokens where they are above a number",
         by(own_tokens(lambda tokens, own: torch.where(own > VOCAB // 2, own, tokens))),

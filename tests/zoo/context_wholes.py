@@ -17,6 +17,8 @@ from tests.zoo.context_hooks import steered
 from tests.zoo.context_losses import LAYOUTS, Program, by
 
 GRADIENT = "the gradient that a loss gives rows which are this context rank's"
+# numbers of detached losses are followed, and compared where they are not
+TO_THE_LOSS = f"rows which are this context rank's, not all of a sequence, comes to the loss by|{GRADIENT}"
 OTHERS = "has told what is not right on its rows"
 HIDDEN = f"{OTHERS}|what a hook on .* makes of hidden states which are this context rank's"
 SIZES = "in a number that only this context rank has"
@@ -304,9 +306,14 @@ CASES = [
     told(
         "pairs compared, `(d[:, None] > d[:, :, None]).sum(2) < n`",
         weighted(lambda d: (d[:, None] > d[:, :, None]).sum(2) < 4),
+        TO_THE_LOSS,
     ),
-    told("`torch.subtract` of pairs", weighted(lambda d: (torch.subtract(d[:, None], d[:, :, None]) > 0).sum(2))),
-    told("places of losses by `unique(return_inverse=True)`", weighted(places_of_values)),
+    told(
+        "`torch.subtract` of pairs",
+        weighted(lambda d: (torch.subtract(d[:, None], d[:, :, None]) > 0).sum(2)),
+        TO_THE_LOSS,
+    ),
+    told("places of losses by `unique(return_inverse=True)`", weighted(places_of_values), TO_THE_LOSS),
     told("`zeros_like(logp).scatter_(2, labels before, 1.)`", later_labels),
     told("a hook, `h[(arange(s) - 1).clamp(min=0)]`", steered(rolled), SIZES),
     told("a hook, `h + h.index_select(0, rows)`", steered(selected), f"{HIDDEN}|{SIZES}"),
@@ -326,7 +333,11 @@ CASES = [
     ),
     Case("a head on a frozen trunk, by row", probe(of_rows, in_evaluation=False)),
     Case("a head on a trunk under no_grad, by row", probe(of_rows, in_evaluation=True)),
-    told("pairs compared, times 2", lambda p: 2 * weighted(lambda d: (d[:, None] > d[:, :, None]).sum(2) < 4)(p)),
+    told(
+        "pairs compared, times 2",
+        lambda p: 2 * weighted(lambda d: (d[:, None] > d[:, :, None]).sum(2) < 4)(p),
+        TO_THE_LOSS,
+    ),
     told("a hook, `h[mask] = values[: mask.sum()]`", steered(filled), f"{SIZES}|{HIDDEN}"),
     told("a hook, `h * math.log(h.shape[0])`", steered(lambda h, v: h * math.log(h.shape[0])), LENGTH),
     told(

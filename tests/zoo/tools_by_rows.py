@@ -111,6 +111,14 @@ def replaced(name, around):
     return weights(program)
 
 
+def table_of(model):
+    return model.embedding.word_embeddings.weight
+
+
+def set_rows(gradient, rows):
+    gradient[rows] = 0
+
+
 def strongest(own, x):
     """k-winners-take-all."""
     return own(x * (x.abs() >= x.abs().topk(4, -1).values[..., -1:]))
@@ -147,6 +155,16 @@ CASES = [
         remedy="a general word under sequence parallelism",
         elsewhere={SEQUENCE: ("told", "a forward hook on")},
     ),
+    *[
+        by_parts(
+            f"the first rows of a table's gradient in a DataParallel, {what}", in_buckets(change), "by hand sees"
+        )
+        for what, change in {
+            "`p.grad[:90] = 0`": lambda model: set_rows(table_of(model).grad, slice(None, 90)),
+            "`p.grad[ids] = 0`": lambda model: set_rows(table_of(model).grad, torch.arange(60)),
+            "`p.grad.data[ids] = 0`": lambda model: set_rows(table_of(model).grad.data, torch.arange(60)),
+        }.items()
+    ],
     by_parts("`p.grad += randn(p.grad.shape)` in a DataParallel", noisy(lambda g: g.shape), "shape by hand sees"),
     by_parts("`p.grad += randn(p.grad.size())` in a DataParallel", noisy(lambda g: g.size()), "size by hand sees"),
     by_parts("`np.linalg.norm(p.grad.numpy())` in a DataParallel", in_buckets(normed), "numpy by hand sees"),
