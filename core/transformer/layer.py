@@ -113,7 +113,7 @@ _OF_NAMES = re.compile(
 _COUNTER = re.compile(r"\+= 1\b")
 # of all modules or parameters; numbers of several weights are told where they are put together
 _COUNTED_AMONG = re.compile(
-    r"^(?!.*\.(?:numel|nelement|norm|grad|data|square|pow|abs|sum|item|detach|mean|element_size)\b).*\b(?:sum|len)\("
+    r"^(?!\s*assert\b)(?!.*\.(?:numel|nelement|norm|grad|data|square|pow|abs|sum|item|detach|mean|element_size)\b).*\b(?:sum|len)\("
 )
 _NAMED = re.compile(r"^\s*(\w+)\s*=\s*(?:\[|\(|list\(|tuple\()")
 

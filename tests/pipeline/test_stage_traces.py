@@ -69,19 +69,6 @@ def rates_from_the_end(counts_all):
     return train(module, ps, groups=[{"params": [p], "lr": lr} for p, lr in zip(parameters, rates, strict=True)])
 
 
-def rate_of_all(of_count):
-    ps = state(pp=2)
-    module = stage_of_layers(ps, 3 + ps.index("pp"))
-    rate = 1 / len(list(module.parameters())) if of_count else 0.01
-    return train(module, ps, groups=[{"params": list(module.parameters()), "lr": rate}])
-
-
-@pytest.mark.parametrize("of_count", [False, True])
-def test_one_rate_for_each_stage(ranks, of_count):
-    for messages in ranks(rate_of_all, of_count, world=2):
-        assert len([x for x in messages if "another one on other pipeline ranks" in x]) == of_count
-
-
 class Stage(nn.Module):
     """Layers between others."""
 

@@ -36,14 +36,6 @@ def rates_by_place(modules: Sequence[nn.Module], optimizer: Optimizer) -> Course
     return *(of_all or (None, None)), *(of_layers or (None, None))
 
 
-def the_only_rate(optimizer: Optimizer) -> float | None:
-    """The log of the rate of all parameters; None where groups have their own, or a device has it."""
-    rate, *others = [group.get("lr") for group in optimizer.param_groups]
-    if others or not isinstance(rate, (int, float)) or rate <= 0:
-        return None
-    return math.log(rate)
-
-
 def _course(
     parameters: Iterable[nn.Parameter], rates: dict[int, float]
 ) -> tuple[float, float] | None:

@@ -27,7 +27,6 @@ from core.pipeline.run.checks.rates_by_place import (
     moments,
     rates_by_place,
     share_of_zeros,
-    the_only_rate,
 )
 
 _SHARED = "the step's result, core.optimizer.GradScaler, core.optimizer.get_grad_norm"
@@ -62,7 +61,6 @@ class StageUpdates:
         self._change: float | None = None
         # of an optimizer's first step, until they have travelled
         self._rates_by_place: Courses = NO_COURSES
-        self._only_rate: float | None = None
         self._has_looked_at_places = self._has_read_places = False
         # of this step, and how exact it is
         self._zeros: tuple[float, float] | None = None
@@ -80,7 +78,6 @@ class StageUpdates:
         if not self._has_looked_at_places:
             self._has_looked_at_places = True
             self._rates_by_place = rates_by_place(self._modules, optimizer)
-            self._only_rate = the_only_rate(optimizer)
         rate = groups[0].get("lr")
         before = self._rates.get(optimizer)
         # a rate on a device would have to be waited for
@@ -120,11 +117,11 @@ class StageUpdates:
             )
 
     def with_numbers(self, total: Tensor) -> Tensor:
-        """float64 [n] -> [n + 37], to be summed over all ranks.
+        """float64 [n] -> [n + 34], to be summed over all ranks.
 
         Ranks: whose weights were written, could be; with an optimizer's step, that could; with a rate, its change,
         that squared; with rates by the place of a parameter, a number of these, that squared; the same of the
-        others of these, of the only rate, of zeros, and what `LayersByPlace` gives.
+        others of these, of zeros, and what `LayersByPlace` gives.
         """
         # steps 1, 2, 4, 8 ...: all weights are read
         is_watched = not (self._step + 1) & self._step
@@ -147,22 +144,22 @@ class StageUpdates:
             float(self._change is not None),
             change,
             change * change,
-            *(x for number in (*self._rates_by_place, self._only_rate) for x in moments(number)),
+            *(x for number in self._rates_by_place for x in moments(number)),
             *moments(self._zeros[0] if self._zeros is not None else None),
             *self._layers.numbers(is_watched=is_watched, is_first=self._step == 0),
         ]
         self._has_stepped, self._change = False, None
-        self._rates_by_place, self._only_rate = NO_COURSES, None
+        self._rates_by_place = NO_COURSES
         return torch.cat((total, total.new_tensor(numbers)))
 
     def look(self, sums: Tensor) -> None:
-        """Warns, once, on every rank. sums: [37], over all ranks."""
+        """Warns, once, on every rank. sums: [34], over all ranks."""
         self._step += 1
         updated, trainable, stepped, could_step, count, change, squares = sums[:7]
-        *courses, only_rate, zeros = sums[7:25].view(-1, 3)
-        self._look_at_places(courses, only_rate)
+        *courses, zeros = sums[7:22].view(-1, 3)
+        self._look_at_places(courses)
         self._look_at_zeros(zeros)
-        self._layers.look(sums[25:])
+        self._layers.look(sums[22:])
         differ = (updated > 0) & (updated < trainable)
         differ |= (stepped > 0) & (stepped < could_step)
         # ranks without a change that others have, or with another
@@ -192,22 +189,14 @@ class StageUpdates:
             stacklevel=4,
         )
 
-    def _look_at_places(self, courses: Sequence[Tensor], only_rate: Tensor) -> None:
-        """Warns where the stages' layers have equal rates by their place in the stage, or stages one rate each and
-        not the same. Read in one step only.
+    def _look_at_places(self, courses: Sequence[Tensor]) -> None:
+        """Warns where the stages' layers have equal rates by their place in the stage. Read in one step only.
 
-        courses, only_rate: ranks, a number, that squared, over all ranks.
+        courses: ranks, a number, that squared, over all ranks.
         """
         if not self._has_looked_at_places or self._has_read_places:
             return
         self._has_read_places = True
-        if bool(only_rate[0] > self._replicas) and not are_alike(only_rate, self._replicas):
-            warnings.warn(
-                "the learning rate of all of a stage's parameters is another one on other pipeline ranks: made of "
-                "counts or norms of one rank's stages (`len(list(parameters))`, layers among `modules()`), it is not "
-                "the model's. Where stages are meant to have their own nothing is wrong",
-                stacklevel=5,
-            )
         for course in courses:
             if are_alike(course, self._replicas):
                 warnings.warn(
