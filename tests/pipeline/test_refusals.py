@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from core.autograd import apply_recompute
+from core.parallel_state.layout import Layout, set_layout
 from core.pipeline import Action, Pipeline, PipelineError, Schedule
 from core.pipeline.schedule import schedules as named
 from tests.pipeline import tiny
@@ -183,3 +184,23 @@ def test_lazy_modules_and_lists_are_refused_with_the_remedy(single):
     pipe.step(torch.randn(4, 3), lambda y, _: (y.square().sum(), len(y)))
     with pytest.raises(ValueError, match="the batch is a list of 1"):
         pipe.step([torch.randn(4, 3)], lambda y, _: (y.square().sum(), len(y)))
+
+
+def marked(schedule):
+    """A parameter on the last rank that is marked as a tied table's: an end of 1f1b, in the middle of a V."""
+    ps = tiny.pipeline_state()
+    stages = [nn.Linear(4, 4) for _ in range(2 if schedule == "zb-v" else 1)]
+    if ps.rank == 1:
+        set_layout(stages[0].weight, Layout((4, 4), partial={"embedding"}))
+    try:
+        Pipeline(stages, ps=ps, schedule=schedule, num_microbatches=4).close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_tied_mark_where_no_end_is(ranks, schedule):
+    for said in ranks(marked, schedule, world=2):
+        assert bool(said) == (schedule == "zb-v")
+        assert not said or 'weight is marked by partial={"embedding"} on pipeline rank 1' in said

@@ -59,7 +59,7 @@ class GradientRows(Follower):
         self._told = False
         # whether the hook that runs has read a number of the rows
         self._has_read = False
-        # whether what is made of them does
+        # whether what is made of them goes on as a gradient: in a hook
         self._goes_on = False
         # over how many ranks gradients of a mean over rows are averaged afterwards
         self.averaged_over = 1

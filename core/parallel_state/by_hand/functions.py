@@ -134,8 +134,11 @@ def _is_checkpoint(forward: Any) -> bool:
     code = getattr(getattr(forward, "__func__", forward), "__code__", None)
     if code is None or "checkpoint" not in (*code.co_names, *code.co_freevars):
         return False
+    names = [each.opname for each in dis.get_instructions(code)]
+    calls = [name for name in names if name.startswith("CALL") and "INTRINSIC" not in name]
     made = ("BINARY_OP", "BINARY_SUBSCR", "BINARY_SLICE", "COMPARE_OP", "UNARY_NEGATIVE")
-    return not any(each.opname in made for each in dis.get_instructions(code))
+    # a function inside of it, or another call, may make something of them
+    return len(calls) == 1 and not {"MAKE_FUNCTION", *made}.intersection(names)
 
 
 def kind_of_call(name: str, result: Any) -> str | None:

@@ -4,8 +4,9 @@ import math
 import warnings
 import zlib
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -81,7 +82,7 @@ def _first(before: float | None, found: float | None) -> float | None:
 
 def _hooked(layers: Sequence[nn.Module]) -> float | None:
     """A number of the places of the layers that have a hook of the program's which others have not."""
-    places: dict[Hashable, list[int]] = defaultdict(list)
+    places: dict[tuple[str, str, Any], list[int]] = defaultdict(list)
     for place, layer in enumerate(layers):
         for name, part in layer.named_modules():
             for registry in HOOKS:
@@ -89,7 +90,7 @@ def _hooked(layers: Sequence[nn.Module]) -> float | None:
                     if is_foreign(hook):
                         key = (name, registry, code_of(hook))
                         places[key] += [place] if place not in places[key] else []
-    for (name, *_), found in places.items():  # type: ignore[misc]
+    for (name, _, _), found in places.items():
         if len(found) < len(layers) and not _goes_on(found, len(layers)):
             return float(zlib.crc32(repr((name, found, len(layers))).encode()) % 2**20)
     return None
@@ -115,13 +116,11 @@ def _values(layers: Sequence[nn.Module]) -> tuple[float, float, float] | None:
     tables = [dict(layer.named_parameters()) for layer in layers]
     found: list[tuple[float, float, float]] = []
     for name, first in tables[0].items():
-        same = [table.get(name) for table in tables]
         # those that ZeRO stage 3 has freed are of another class
-        if first.dim() < 2 or any(
-            type(p) is not nn.Parameter or p.shape != first.shape for p in same
-        ):
+        same = [p for table in tables if type(p := table.get(name)) is nn.Parameter]
+        if first.dim() < 2 or len(same) < len(tables) or any(p.shape != first.shape for p in same):
             continue
-        a, b = (float(p.detach().square().mean().sqrt()) for p in (same[0], same[-1]))  # type: ignore[union-attr]
+        a, b = (float(p.detach().square().mean().sqrt()) for p in (same[0], same[-1]))
         exact = 4 / math.sqrt(first.numel())
         if a > 0 and b > 0 and abs(math.log(b / a)) > 2 * exact:
             found.append((math.log(a), math.log(b / a), exact))
