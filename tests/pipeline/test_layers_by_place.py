@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from core.pipeline.run.checks.layers_by_place import _hooked
+from tests.models.gpt import gpt
 from tests.pipeline.test_stage_traces import train
 from tests.states import state
 
@@ -90,3 +92,11 @@ def of_replicas():
 
 def test_two_replicas_are_one_stage(ranks):
     assert ranks(of_replicas, world=4) == [[]] * 4
+
+
+def test_two_modules_may_be_a_stage_as_it_was_written():
+    ours = list(gpt("llama").decoder.layers)
+    theirs = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    for layers in (ours, theirs):
+        layers[0].register_forward_hook(shifted)
+    assert _hooked(ours) is not None and _hooked(theirs) is None

@@ -124,8 +124,9 @@ def is_foreign(hook: Any) -> bool:
 
 def replaced_forward(module: nn.Module) -> list[Any]:
     """The forward that a program has put in the place of a module's own, or its class's; [] where it has not."""
-    forward = vars(module).get("forward", type(module).forward)
-    is_own = is_foreign(type(module)) or not is_foreign(forward)
+    # a traced module's class has none
+    forward = vars(module).get("forward", getattr(type(module), "forward", None))
+    is_own = forward is None or is_foreign(type(module)) or not is_foreign(forward)
     return [] if is_own or _is_checkpoint(forward) else [forward]
 
 

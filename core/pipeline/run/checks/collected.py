@@ -133,7 +133,7 @@ def _around(name: str) -> list[str]:
 
 def _run_by(module: nn.Module) -> list[FunctionType]:
     """Its forward, and functions that it was given."""
-    given = (type(module).forward, *vars(module).values())
+    given = (getattr(type(module), "forward", None), *vars(module).values())
     return [f for f in given if isinstance(f, FunctionType)]
 
 

@@ -41,7 +41,10 @@ def code_of(hook: Any) -> Any:
 
 def functions_of(part: nn.Module) -> list[Any]:
     """A program's: a class's forward, functions that a module was given (its forward is one), hooks."""
-    given = [getattr(x, "__func__", x) for x in (type(part).forward, *vars(part).values())]
+    given = [
+        getattr(x, "__func__", x)
+        for x in (getattr(type(part), "forward", None), *vars(part).values())
+    ]
     functions = [f for f in given if isinstance(f, FunctionType) and is_foreign(f)]
     return functions + [getattr(hook, "__func__", hook) for hook in foreign_hooks(part)]
 
