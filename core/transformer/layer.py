@@ -115,6 +115,8 @@ _COUNTER = re.compile(r"\+= 1\b")
 _COUNTED_AMONG = re.compile(
     r"^(?!\s*assert\b)(?!.*\.(?:numel|nelement|norm|grad|data|square|pow|abs|sum|item|detach|mean|element_size)\b).*\b(?:sum|len)\("
 )
+# a layer before or after another, which may be in another stage
+_BESIDE = re.compile(r"[-+]\s*\w+\W*(?:not\s+)?in\b")
 _NAMED = re.compile(r"^\s*(\w+)\s*=\s*(?:\[|\(|list\(|tuple\()")
 
 
@@ -142,6 +144,12 @@ class Layers(nn.ModuleDict):
         if str(key) not in self:
             raise KeyError(f"layer {key}: {self._share()}")
         return super().__getitem__(str(key))
+
+    def __contains__(self, key: object) -> bool:
+        is_here = super().__contains__(key)
+        if not is_here and str(key) in map(str, range(self.num_layers)):
+            self._look_for(_BESIDE, f"layer {key} is in another stage", sys._getframe(1))
+        return is_here
 
     def _numbers(self) -> list[str]:
         """Of all layers of the model, in their order."""

@@ -156,6 +156,8 @@ USES = {
     "counted modules": lambda layers: sum(1 for part in layers.modules() if hasattr(part, "self_attention")),
     "counted parameters": lambda layers: len([p for p in layers.parameters() if p.dim() > 1]),
     "counted names": lambda layers: sum("linear_proj" in name for name, _ in layers.named_parameters()),
+    "the layers beside": lambda layers: [str(int(n) + step) in layers for n, _ in layers.items() for step in (2, -2)],
+    "whether it is here": lambda layers: [str(n) in layers for n in range(4)],
     "elements": lambda layers: sum(p.numel() for p in layers.parameters()),
     "modules in a loop": lambda layers: [part.train() for part in layers.modules()],
 }
@@ -175,6 +177,7 @@ def test_layers_that_are_taken_by_their_place_in_a_stage_are_told(ranks, use):
         "items of two",
         "elements",
         "modules in a loop",
+        "whether it is here",
     )
     for rank, messages in enumerate(ranks(said_of_layers, use, world=2)):
         assert len(messages) == by_place
