@@ -117,6 +117,21 @@ def replaced(around):
     return loss_of
 
 
+def of_class_in_evaluation(around):
+    """The same of the layers' class, in an evaluation whose losses over all ranks weigh the next ones."""
+
+    def loss_of(program):
+        kind = type(program.model.decoder.layers[0])
+        own = kind.forward
+        kind.forward = lambda self, x, *args: around(lambda x: own(self, x, *args), x)
+        with torch.no_grad():
+            before = program.whole(program.losses().sum())
+        kind.forward = own
+        return program.losses().mean() * (before / 32)
+
+    return loss_of
+
+
 def shifted(own, x):
     """RWKV's token shift."""
     return own(0.5 * x + 0.5 * torch.cat((torch.zeros_like(x[:1]), x[:-1])))
@@ -251,6 +266,17 @@ CASES = [
         "told",
         "mean, in a forward that replaces that of decoder.layers.0, is along rows which are this context rank's",
         "`gather_from_context_region` before it",
+    ),
+    Case(
+        "a forward in the place of that of layers' class, in an evaluation: less a mean over tokens",
+        by(of_class_in_evaluation(lambda own, x: own(x - 0.9 * x.mean(0, keepdim=True)))),
+        "told",
+        "forward that replaces that of decoder.layers.0|rows which are this context rank's",
+        "`gather_from_context_region` before it",
+    ),
+    Case(
+        "a forward in the place of that of layers' class, in an evaluation",
+        by(of_class_in_evaluation(lambda own, x: 0.9 * own(x))),
     ),
     Case(
         "a forward in the place of a layer's: over its norm by token, `x + 0.9 * (y - x)`",

@@ -144,16 +144,17 @@ class HookedRows:
     @staticmethod
     def has_hooks(model: nn.Module) -> bool:
         """Whether a program's hooks, or forwards of its own, are given what its parts take or return."""
-        return any(
-            is_foreign(hook)
-            for part in model.modules()
-            if part is not model
-            and (part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
-            for hook in (
-                *part._forward_hooks.values(),
-                *part._forward_pre_hooks.values(),
-                *replaced_forward(part),
-            )
+        parts = [part for part in model.modules() if part is not model]
+        hooks = (
+            hook
+            for part in parts
+            if part._forward_hooks or part._forward_pre_hooks
+            for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())
+        )
+        of_each_class = {type(part): part for part in parts if "forward" not in vars(part)}
+        own = [part for part in parts if "forward" in vars(part)]
+        return any(map(is_foreign, hooks)) or any(
+            map(replaced_forward, (*own, *of_each_class.values()))
         )
 
     def are_hooks_alike(self, model: nn.Module, group: Group, *, looks_again: bool) -> bool:
