@@ -387,13 +387,10 @@ class DataParallel(BesideModule, GradSync):
 
     def remove(self) -> None:
         """Undo: full parameters in memory of their own, and gradients in `.grad` again. All-gather at stage 3."""
-        for hook in self._hooks:
-            hook.remove()
-        self.copies.remove()
-        self._watch.remove()
-        for units in self._units.values():
-            units.remove()
-        for buffer in self.buffers:
-            buffer.remove()
+        if self.is_removed:
+            return
+        units = self._units.values()
+        for part in (*self._hooks, self.copies, self._watch, *units, *self.buffers):
+            part.remove()
         self._gradient_sums.zeroed(set_to_none=True)
         self._hooks, self._names, self.is_removed = [], {}, True

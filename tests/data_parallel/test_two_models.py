@@ -169,6 +169,8 @@ def wrapped_again():
     optimizer = ShardedAdamW(shard, OptimizerConfig(lr=0.01))
     shard.remove()
     again = DataParallel(model, ps, zero_stage=3)
+    # a second time, it undoes nothing of another's
+    shard.remove()
     model(rows(0, ps)).square().mean().backward()
     with pytest.raises(ValueError, match="the DataParallel that this optimizer updates was removed"):
         optimizer.step()
