@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from core.autograd.gradients import has_main_grad
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import Group, all_gather_objects
 from core.parallel_state.modules import Modules, named_parameters
 
@@ -90,7 +91,7 @@ def refuse_sparse(optimizer: torch.optim.Optimizer, stages: Iterable[nn.Module])
             f"{type(optimizer).__name__} asks whether gradients are sparse, and under DataParallel all are dense, of "
             "nn.Embedding(sparse=True) as well: it takes its other branch, and updates rows that no token has "
             "(momentum, decay). Skip rows whose gradient is 0, or keep the table outside of DataParallel",
-            stacklevel=4,
+            stacklevel=program_level(),
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ValueError(

@@ -4,6 +4,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from core.parallel_state.by_hand.functions import program_level
+
 
 class Unsynced:
     """Knows whether all contributions so far came inside of a block of `no_sync`. arrivals: how many there were."""
@@ -34,7 +36,7 @@ class Unsynced:
                 "every backward of this step was inside of no_sync, after which DDP has gradients of each rank, and "
                 "the ranks go apart: here they were averaged over the data ranks, as in every step. For local steps "
                 "(DiLoCo) train a model that is not in DataParallel, and average its weights by torch.distributed",
-                stacklevel=6,
+                stacklevel=program_level(),
             )
 
     def reading(self, sum_and_average: Callable[[], None]) -> Callable[[], None]:
@@ -49,7 +51,7 @@ class Unsynced:
                     "p.grad is read after a backward inside of no_sync, where DDP has this rank's own gradient: here "
                     "it is the mean over the data ranks, as everywhere. A rank's own is torch.autograd.grad(loss, "
                     "parameters)",
-                    stacklevel=6,
+                    stacklevel=program_level(),
                 )
             sum_and_average()
 

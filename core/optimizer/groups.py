@@ -12,6 +12,7 @@ from torch import Tensor
 from core.data_parallel import DataParallel
 from core.optimizer.config import OptimizerConfig
 from core.optimizer.state.flat_shard import default_decays
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import all_gather_objects
 from core.parallel_state.layout import layout_of
 from core.parallel_state.modules import without_wrappers
@@ -133,7 +134,7 @@ class Groups:
             warnings.warn(
                 f"param_groups['lr'] was changed, so OptimizerConfig.lr_schedule={self._kind!r} sets it no longer; "
                 "with schedulers of your own leave lr_schedule at 'constant' and lr_warmup_steps at 0",
-                stacklevel=4,
+                stacklevel=program_level(),
             )
 
     def _warn_of_partial_decay(self) -> None:
@@ -146,7 +147,7 @@ class Groups:
                     f"param_groups[{number}]['weight_decay'] was changed to {group['weight_decay']}; its biases and "
                     "norms keep 0, as OptimizerConfig.weight_decay_of='matrices' says. weight_decay_of='all' decays "
                     "everything, as torch does, and so does a group that is given with a weight_decay of its own",
-                    stacklevel=5,
+                    stacklevel=program_level(),
                 )
                 return
 

@@ -23,6 +23,7 @@ from core.optimizer.state.kernels import Factor, adamw
 from core.optimizer.state.matrices import Matrix, matrices_of, plan_rounds
 from core.optimizer.state.state_buffers import StateBuffer
 from core.optimizer.step.assembly import change_whole
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.layout import Layout, layout_of
 from core.parallel_state.modules import modules_of, named_parameters, named_stacks
 
@@ -220,6 +221,6 @@ def _hidden_matrices(shard: DataParallel, hidden: Decays | None) -> set[str]:
             f"ShardedMuon: AdamW updates {', '.join(for_adamw)} (embeddings and the output layer) and what has one "
             f"dim; Muon the other {len(matrices) - len(for_adamw)} matrices; hidden=lambda name, layout: ... says it "
             "otherwise",
-            stacklevel=4,
+            stacklevel=program_level(),
         )
     return set(candidates) - outputs

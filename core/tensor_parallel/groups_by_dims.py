@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.optimizer_steps import StepListener, before_optimizer_steps
 
 _BIAS_REMEDY = (
@@ -67,7 +68,7 @@ class DimsWatch:
                 f"{list(weight.shape)}, and some hold all {len(others)} parameters of 1 or 2 dims: chosen by "
                 "`p.ndim == 2`, which they are in other libraries? They never learn. Choose by `p.ndim >= 2`, or by "
                 "name; core.optimizer.ShardedMuon knows which matrices such a weight has",
-                stacklevel=5,
+                stacklevel=program_level(),
             )
 
     def _tell_of_decay(self, model: nn.Module) -> None:
@@ -81,7 +82,7 @@ class DimsWatch:
                 f"weight_decay={self._decay_of[id(bias)]:g} is of {len(decayed)} biases, as {decayed[0]} of "
                 f"{bias.dim()} dims {list(bias.shape)}, and of none of {len(vectors)} parameters of 1 dim: "
                 f"{_BIAS_REMEDY}",
-                stacklevel=5,
+                stacklevel=program_level(),
             )
 
 
@@ -106,7 +107,7 @@ class BiasWatch(DimsWatch):
             warnings.warn(
                 f"weight_decay={decay:g} is of the bias {list(bias.shape)} of a ColumnParallelLinear, and of none of "
                 f"{len(vectors)} parameters of 1 dim: {_BIAS_REMEDY}",
-                stacklevel=5,
+                stacklevel=program_level(),
             )
 
 

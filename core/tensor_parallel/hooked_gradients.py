@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from core.parallel_state.by_hand import is_foreign, split_axes
 from core.parallel_state.by_hand.as_written import is_compiled
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.collectives import Group
 from core.parallel_state.layout import layout_of
@@ -33,7 +34,7 @@ class _Rows(SplitActivations):
             f"{finding.name} in a backward hook sees ({where}{list(finding.shape)}) gradients of this rank's rows, "
             f"[s/tp, b, h], under sequence parallelism, 1/{self._group.size} of them: sums, means and norms are of "
             "them. core.tensor_parallel.gather_from_sequence_region(x, group, to_tensor_region=False): all rows",
-            stacklevel=6,
+            stacklevel=program_level(),
         )
 
 

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from core.autograd.gradients import refuse_transforms
 from core.parallel_state import layout_of
 from core.parallel_state.by_hand import ByHand, Heard, called_by_core
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import Group
 from core.parallel_state.spread import SpreadModule
 from core.tensor_parallel.chosen_by_class import names_class_of_torch
@@ -114,7 +115,7 @@ class OwnModules:
                 f"state_dict() holds the parts of one of {self._group.size} tensor ranks: one rank's file loses the "
                 "others'. Use dist_checkpointing.save(sharded_state_dict(model, ps), directory), or a file per rank; "
                 "a copy in memory for this rank is right",
-                stacklevel=6,
+                stacklevel=program_level(),
             )
 
     def _warn_of_initial_values(self, heard: Heard) -> None:
@@ -122,7 +123,7 @@ class OwnModules:
         if is_width or not heard.sees_only_shard or heard.kind in self._warned_of:
             return
         self._warned_of.add(heard.kind)
-        warnings.warn(heard.message(*self._waiting), stacklevel=5)
+        warnings.warn(heard.message(*self._waiting), stacklevel=program_level())
 
 
 def _keywords_of_call() -> dict[str, Any]:
@@ -175,7 +176,7 @@ class PlacedModule(SpreadModule):
             warnings.warn(
                 f"model.apply(fn): fn names nn.{self.stands_for}, which a {type(self).__name__} is not, and left its "
                 f"weights as they were. Choose by isinstance(m, (nn.{self.stands_for}, {type(self).__name__}))",
-                stacklevel=4,
+                stacklevel=program_level(),
             )
         return self
 

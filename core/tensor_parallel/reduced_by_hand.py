@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from core.autograd.graph import nodes_behind
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import Group, all_gather_objects
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.layout import layout_of
@@ -80,7 +81,7 @@ class ReducedByHand:
             "core.tensor_parallel.copy_to_tensor_region(x, group) sums it, around each input of what a rank computes "
             "alone (hidden states, gates, a loss of its own experts). A rank's own parameter wants "
             "core.parallel_state.layout.set_layout",
-            stacklevel=5,
+            stacklevel=program_level(),
         )
 
 

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from core.parallel_state.by_hand import is_foreign, replaced_forward, split_axes
 from core.parallel_state.by_hand.as_written import is_compiled
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_tensor import SplitParameter
 from core.parallel_state.collectives import Group
@@ -74,7 +75,7 @@ class SplitWeights(SplitActivations):
         warnings.warn(
             f"{found}, this tensor rank's part of a weight, takes numbers that differ from row to row or column to "
             f"column and are the same on all {self._group.size} ranks, which hold other parts: {_NUMBERS}",
-            stacklevel=7,
+            stacklevel=program_level(),
         )
 
     def _tell(self, finding: Finding) -> None:
@@ -85,7 +86,7 @@ class SplitWeights(SplitActivations):
         warnings.warn(
             f"{finding.name} in a forward sees ({where}{list(finding.shape)}) this tensor rank's part of a weight, "
             f"1/{self._group.size} of it: {_REMEDIES.get(finding.kind, _WHOLE)}",
-            stacklevel=6,
+            stacklevel=program_level(),
         )
 
 

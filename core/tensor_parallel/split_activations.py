@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes, split_functions, split_names
 from core.parallel_state.by_hand.as_written import AsWritten
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.part_sizes import scales_by_a_part, sizes_of_parts
 from core.parallel_state.by_hand.split_axes import Axes
@@ -129,7 +130,7 @@ class SplitActivations(Follower):
 
     def _tell_of_factors(self, found: str) -> None:
         text = message_of(found, self._group.size)
-        warnings.warn(f"{text}. {self._message}".removesuffix(". "), stacklevel=7)
+        warnings.warn(f"{text}. {self._message}".removesuffix(". "), stacklevel=program_level())
 
     @property
     def num_hooks(self) -> int:
@@ -210,7 +211,7 @@ class SplitActivations(Follower):
                     f"flex_attention's {name} is given the numbers 0 to {query.shape[1] - 1} of this tensor rank's "
                     "heads and makes other scores of other heads: count those of the ranks before as well, "
                     f"h + parallel_state.get_tensor_model_parallel_rank() * {query.shape[1]}",
-                    stacklevel=7,
+                    stacklevel=program_level(),
                 )
 
     def listening(self, hook: Any, axes: Axes) -> Any:
@@ -333,7 +334,7 @@ class SplitActivations(Follower):
         warnings.warn(
             f"{name} of {list(args[0].shape)}, this tensor rank's columns, as {list(result.shape)}: {told} on each "
             f"of {size} ranks are {count * size} in all, each 1/{size} as wide as on one rank. {remedy}",
-            stacklevel=5,
+            stacklevel=program_level(),
         )
 
     def _follow_sum(self, call: Call) -> None:
@@ -389,11 +390,11 @@ class SplitActivations(Follower):
         self._told.add(finding.kind)
         if self._message:
             if len(self._told) == 1:
-                warnings.warn(self._message, stacklevel=6)
+                warnings.warn(self._message, stacklevel=program_level())
             return
         where = "its result, " if finding.deferred else ""
         warnings.warn(
             f"{finding.name} between ColumnParallelLinear and RowParallelLinear sees ({where}{list(finding.shape)}) "
             f"this tensor rank's columns, 1/{self._group.size} of them: {_REMEDIES[finding.kind]}",
-            stacklevel=6,
+            stacklevel=program_level(),
         )

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from core.autograd.gradients import has_main_grad
 from core.parallel_state import Layout
 from core.parallel_state.by_hand import Heard
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.by_hand.heard import OF_WHOLE_GRADIENT
 from core.parallel_state.collectives import Group, all_gather, all_reduce
 from core.parallel_state.collectives.checks import fingerprint
@@ -89,7 +90,7 @@ class Penalties:
             warnings.warn(
                 f"{heard.name} by hand adds up the gradient of {name} {shape}, which each tensor rank has whole "
                 "already, that of norms under sequence parallelism too: it is as many times too large. Leave it out",
-                stacklevel=6,
+                stacklevel=program_level(),
             )
         elif heard.of_gradient and is_added_up(heard.parameter):
             self._look_at_hook(heard, f"{name} {shape}")
@@ -216,7 +217,7 @@ def warn_of_whole_gradients(named: Iterable[tuple[str, Parameter]], group: Group
             "taken for used on a rank's rows. Of a part that gathers all rows before them, say that each rank has "
             "the whole where it is made: core.parallel_state.layout.set_layout(parameter, "
             "core.parallel_state.layout.Layout(tuple(parameter.shape)))",
-            stacklevel=6,
+            stacklevel=program_level(),
         )
     return bool(found)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.collectives.checks import checksum, fingerprint
 from core.parallel_state.collectives.groups import ranks_of
@@ -215,7 +216,7 @@ class SplitWatch:
         self._warned_of.add(kind)
         warnings.warn(
             _MIXED.format(name=heard.name) if mixes_shards else heard.message(model_alive),
-            stacklevel=5,
+            stacklevel=program_level(),
         )
 
     def _mixes_shards(self, heard: Heard) -> bool:
@@ -256,7 +257,8 @@ class SplitWatch:
         if not self._warned_of_hooks:
             self._warned_of_hooks = True
             remedy = _USED_IN_ROWS if self._sums_foreign else ""
-            warnings.warn(f"{what} on {name or 'the model'} sees {seen}{remedy}", stacklevel=6)
+            says = f"{what} on {name or 'the model'} sees {seen}{remedy}"
+            warnings.warn(says, stacklevel=program_level())
 
     def _compare(self, group: Group, module: nn.Module, inputs: Sequence[Tensor]) -> None:
         named = list(module.named_parameters())
@@ -325,7 +327,7 @@ class SplitWatch:
                     f"{name} is the same on the tensor ranks, which hold different parts of it: ranks that are "
                     "seeded alike draw alike. Draw the whole and keep this rank's part, or use a generator of its "
                     "own per rank",
-                    stacklevel=5,
+                    stacklevel=program_level(),
                 )
                 return
 
@@ -387,9 +389,8 @@ def _compare_gradient(output: Tensor, group: Group, *, is_replicated: bool | Non
             return
         numbers = fingerprint(gradient.detach())
         if _unlike_rank(numbers, group, 0.01) is not None:
-            norms = ", ".join(
-                f"{x:.6g}" for x in all_gather(numbers[None, :1], group).flatten().tolist()
-            )
+            of_ranks = all_gather(numbers[None, :1], group).flatten().tolist()
+            norms = ", ".join(f"{x:.6g}" for x in of_ranks)
             raise ValueError(
                 f"the tensor ranks {list(group.ranks)} computed different losses of one output: its gradient "
                 f"has the norms {norms}, or other signs. They share one model and must compute the same loss: the "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import Group, all_gather_objects
 from core.parallel_state.collectives.checks import fingerprint
 
@@ -83,7 +84,7 @@ class WholeGradients:
                     "each: it meets a rank's own columns or heads, whose gradients of it are parts of a sum. "
                     "core.tensor_parallel.copy_to_tensor_region(y, group) before it does sums them (and masks, gates "
                     "and scales of columns are a rank's own: by scatter_to_tensor_region)",
-                    stacklevel=6,
+                    stacklevel=program_level(),
                 )
                 return
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from core.parallel_state.by_hand import ByHand, Heard, is_foreign, make_plain
 from core.parallel_state.by_hand.as_written import AsWritten
-from core.parallel_state.by_hand.functions import function_name
+from core.parallel_state.by_hand.functions import function_name, program_level
 from core.parallel_state.by_hand.part_sizes import told_size, with_sizes
 from core.parallel_state.by_hand.whole_dims import axes_of_parameter
 from core.parallel_state.layout import layout_of
@@ -136,7 +136,7 @@ class _OptimizerWatch:
             f"{optimizer} {looks} a matrix as a whole (as Adafactor, Muon, LAMB do): of {name} it sees this rank's "
             "part, or [groups, heads, d, h] for [out, in], and does something else. Elementwise optimizers (AdamW, "
             "SGD, Lion) are right; core.optimizer.ShardedMuon, ShardedLamb, ShardedAdafactor know the matrices",
-            stacklevel=4,
+            stacklevel=program_level(),
         )
 
 

@@ -145,8 +145,8 @@ class Layers(nn.ModuleDict):
             raise KeyError(f"layer {key}: {self._share()}")
         return super().__getitem__(str(key))
 
-    def __contains__(self, key: object) -> bool:
-        is_here = super().__contains__(key)
+    def __contains__(self, key: Any) -> bool:
+        is_here = key in self._modules
         if not is_here and str(key) in map(str, range(self.num_layers)):
             self._look_for(_BESIDE, f"layer {key} is in another stage", sys._getframe(1))
         return is_here

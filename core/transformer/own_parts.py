@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from core.parallel_state import ParallelState
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.as_written import is_compiled
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.by_hand.part_sizes import sizes_of_parts
 from core.parallel_state.by_hand.split_functions import Finding
 from core.parallel_state.by_hand.split_rows import ACROSS, SlicedRows, first_row, pieces_of
@@ -183,7 +184,7 @@ class _Rows(SplitActivations):
         if self._samples is None:
             self._samples = SampleFactors(device)
         if not self._samples.is_done and (found := self._samples.compare(self._groups)):
-            warnings.warn(found, stacklevel=6)
+            warnings.warn(found, stacklevel=program_level())
 
     def hooks(self, name: str, part: nn.Module) -> list[Any]:
         """On a part of the user's own, and on parts of ours in it, whose outputs nobody followed."""
@@ -339,7 +340,7 @@ class _Rows(SplitActivations):
             f"{self._name} looks along the sequence, of which this {' and '.join(kinds)} rank has 1/{self._ranks}: "
             f"{what}. {'; then '.join(remedies)}{also}. If it is right on rows, knows_context = True on its class "
             "says so",
-            stacklevel=7,
+            stacklevel=program_level(),
         )
 
 

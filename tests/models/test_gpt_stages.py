@@ -158,7 +158,6 @@ USES = {
     "counted names": lambda layers: sum("linear_proj" in name for name, _ in layers.named_parameters()),
     "the layers beside": lambda layers: [str(int(n) + step) in layers for n, _ in layers.items() for step in (2, -2)],
     "whether it is here": lambda layers: [str(n) in layers for n in range(4)],
-    "elements": lambda layers: sum(p.numel() for p in layers.parameters()),
     "modules in a loop": lambda layers: [part.train() for part in layers.modules()],
 }
 
@@ -175,7 +174,6 @@ def test_layers_that_are_taken_by_their_place_in_a_stage_are_told(ranks, use):
         "modules",
         "applied",
         "items of two",
-        "elements",
         "modules in a loop",
         "whether it is here",
     )

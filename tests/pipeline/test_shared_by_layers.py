@@ -1,7 +1,9 @@
 """What layers leave in an object for layers after them, which those of other stages do not find."""
 
+import random
 import types
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -191,6 +193,40 @@ def of_a_count(module):
         patched(layer, around)
 
 
+def dropped_by(layer, draw):
+    """LayerDrop."""
+    layer.register_forward_hook(lambda module, args, output: args[0] if draw() < 0.4 else None)
+
+
+def by_python(module):
+    rng = random.Random(0)
+    for layer in module:
+        dropped_by(layer, rng.random)
+
+
+def by_numpy(module):
+    rng = np.random.default_rng(0)
+    for layer in module:
+        dropped_by(layer, rng.random)
+
+
+def by_numpys_old(module):
+    rng = np.random.RandomState(0)
+    for layer in module:
+        dropped_by(layer, lambda: rng.rand())
+
+
+def by_torch(module):
+    rng = torch.Generator().manual_seed(0)
+    for layer in module:
+        layer.register_forward_hook(lambda module, args, output: output + torch.rand(output.shape, generator=rng))
+
+
+def by_one_of_each(module):
+    for layer in module:
+        dropped_by(layer, random.Random(0).random)
+
+
 HANDED_ON = {
     value_residual: "holder",
     by_hooks: "stack",
@@ -203,7 +239,9 @@ HANDED_ON = {
     subclass: "Block",
     counts_layers: "depth",
 }
-OF_EACH = [of_a_stage, of_one_layer, of_a_count]
+DRAWN = {by_python: "draw", by_numpy: "draw", by_numpys_old: "rng", by_torch: "rng"}
+HANDED_ON |= DRAWN
+OF_EACH = [of_a_stage, of_one_layer, of_a_count, by_one_of_each]
 HABITS = [*HANDED_ON, *OF_EACH, by_attribute]
 
 
@@ -217,9 +255,11 @@ def layers_of(habit):
 
 @pytest.mark.parametrize("habit", range(len(HANDED_ON)))
 def test_what_layers_hand_on(ranks, habit):
-    name = [*HANDED_ON.values()][habit]
+    name, draws = [*HANDED_ON.values()][habit], [*HANDED_ON][habit] in DRAWN
     for messages in ranks(layers_of, habit, world=2):
-        assert [x.split(", which")[0] for x in messages if "layers of this rank share" in x] == [f"`{name}`"]
+        (message,) = [x for x in messages if "layers of this rank share" in x]
+        assert message.startswith(f"`{name}`, which layers")
+        assert ("draws in the forward" in message and "by its number" in message) == draws
 
 
 @pytest.mark.parametrize("habit", range(len(HANDED_ON), len(HABITS) - 1))

@@ -1,5 +1,8 @@
 """Labels that programs leave out of a batch that context_batch has cut: by windows, places, drawn masks."""
 
+import math
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -109,7 +112,103 @@ def own_label(labels):
     return torch.zeros(*labels.shape, VOCAB).scatter_(2, labels[..., None], 1)
 
 
+def of_all_ranks(what, loss_of):
+    return Case(what, by(loss_of), "told", COUNT, "times the data and context ranks")
+
+
+def after_separator(array):
+    """Answers alone, behind the first separator of a sequence: as scripts for instructions make it."""
+
+    def loss_of(program):
+        kept = np.cumsum(array(program.rows["tokens"]) < 4, axis=1) > 0
+        return (program.losses() * torch.from_numpy(kept.copy())).mean()
+
+    return loss_of
+
+
+def prior_of(counts_of):
+    """Logit adjustment (arXiv 2007.07314) by the tokens of each batch."""
+
+    def loss_of(program):
+        counts = np.ones(VOCAB)
+        counts_of(program.labels, counts)
+        logits = program.logits() + torch.from_numpy(np.log(counts / counts.sum()))
+        return F.cross_entropy(logits.flatten(0, 1), program.labels.flatten())
+
+    return loss_of
+
+
+def counted_by_numpy(labels, counts):
+    counts += np.bincount(labels.flatten().numpy(), minlength=VOCAB)
+
+
+def counted_one_by_one(labels, counts):
+    for row in labels:
+        for label in row:
+            counts[int(label)] += 1
+
+
+def counted_by_index(labels, counts):
+    for label in labels.flatten():
+        counts[label] += 1
+
+
+def weighted_by(seen_of):
+    """A warm-up by tokens seen: the number is in `program.model`, as a loop keeps it beside its model."""
+
+    def loss_of(program):
+        before = getattr(program.model, "seen", 0) if program.step else 0
+        program.model.seen = seen_of(program, before)
+        return program.losses().mean() * (program.model.seen / 100)
+
+    return loss_of
+
+
+def seen_by_numel(program, seen):
+    seen += program.rows["tokens"].numel()
+    return seen
+
+
+def seen_by_shape(program, seen):
+    b, s = program.rows["tokens"].shape
+    return seen + b * s
+
+
+def seen_by_all(program, seen):
+    b, s = program.rows["tokens"].shape
+    return seen + b * s * program.ps.size("dp") * program.ps.size("cp")
+
+
+def by_root(program):
+    """A rate by the root of a batch's size."""
+    return program.losses().mean() * math.sqrt(program.labels.numel())
+
+
+def over_size(program):
+    """Steps of an epoch."""
+    return program.losses().mean() * (200 / program.labels.size(1))
+
+
+def as_shapes(program):
+    b, s = program.labels.shape
+    assert list(range(s)) == torch.arange(s).tolist() and s // 2 + 1 > 0
+    return program.losses().view(b * s).sum() / program.labels.numel()
+
+
+NUMPY, COUNT = "numpy of a batch's rows", "the size of rows which are this context rank's makes a count or a rate"
 CASES = [
+    told("a mask behind a separator, by `tokens.numpy()`", after_separator(lambda x: x.numpy()), NUMPY),
+    told("by `np.asarray(tokens)`", after_separator(lambda x: np.asarray(x)), "array of a batch's rows"),
+    told("by `tokens.data.cpu().numpy()`", after_separator(lambda x: x.data.cpu().numpy()), NUMPY),
+    told("a prior by `np.bincount(labels.flatten().numpy())`", prior_of(counted_by_numpy), NUMPY),
+    told("a prior by `counts[int(label)] += 1`", prior_of(counted_one_by_one), "int of a batch's rows"),
+    told("a prior by `counts[label] += 1`", prior_of(counted_by_index), "index of a batch's rows"),
+    of_all_ranks("a warm-up by tokens seen, `seen += tokens.numel()`", weighted_by(seen_by_numel)),
+    of_all_ranks("`b, s = tokens.shape; seen += b * s`", weighted_by(seen_by_shape)),
+    of_all_ranks("`math.sqrt(labels.numel())`", by_root),
+    of_all_ranks("`200 / labels.size(1)`", over_size),
+    Case("tokens seen, times the data and context ranks", by(weighted_by(seen_by_all))),
+    Case("sizes of a batch as shapes, `x.view(b * s)`, `x.sum() / labels.numel()`", by(as_shapes)),
     told(
         "unlikelihood: `before[:, t] = seen; seen = seen.scatter(1, labels[:, t : t + 1], True)`", unlikely(carried)
     ),

@@ -6,6 +6,7 @@ divided by them: their numbers are compared with the losses' gradients.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +22,7 @@ from core.context_parallel.rows.sequences import NUM_SEQUENCES, keep_sequences
 from core.context_parallel.rows.wholes import Wholes
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.listened_tensor import unmark
-from core.parallel_state.by_hand.part_sizes import number_of_part
+from core.parallel_state.by_hand.part_sizes import RowCounts, counted, number_of_part
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, outcome_of
 from core.parallel_state.by_hand.split_names import LINEAR
@@ -43,12 +44,16 @@ _ROW_WISE = frozenset(_ROW_WISE_NAMES.split())
 _COMPARISONS = ("gt", "lt", "ge", "le", "eq", "ne")
 _TABLES = ("getitem", "index_select", "take")
 # a token at a time; an array of all rows is a copy
-_LISTS = ("tolist", "item", "int")
+_LISTS = ("tolist", "item", "int", "index", "numpy", "array")
 # an exact match: of each sequence, all rows
 _MATCHES = "a count of sequences that match in all"
 MATCH_REMEDY = (
     "Take it over the ranks before it is counted: torch.distributed.all_reduce(is_match.int(), "
     "op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_context_parallel_group())"
+)
+COUNT_REMEDY = (
+    "Tokens seen, a batch's size or steps of an epoch are of all ranks: times "
+    "parallel_state.get_data_parallel_world_size(with_context_parallel=True), which a rate per rank is not"
 )
 _COUNTS = ("bincount", "histc", "histogram", "searchsorted", "bucketize")
 REMEDY = (
@@ -62,10 +67,11 @@ class _Teller(Protocol):
     wholes: Wholes
     # whether what is called on this forward's rows is repeated on whole sequences
     repeats: bool
+    rank_counts: tuple[int, ...]
 
     def tell(self, what: str, remedy: str) -> None: ...
 
-    def tell_of_log(self, name: str, remedy: str) -> None: ...
+    def tell_of_log(self, name: str, remedy: str, does: str = ...) -> None: ...
 
 
 def is_of_batch(x: SplitTensor) -> bool:
@@ -151,11 +157,11 @@ class BatchRows(FollowsRows):
         if name == "all_reduce":
             unmark(inputs[0])  # it is of all rows now
             return
-        if name in READS and not isinstance(result, Tensor):
+        if name in (*READS, "index") and not isinstance(result, Tensor):
             self._note_read(result)
             if inputs[0].partial == _MATCHES:
                 self._owner.tell_of_log(f"{_MATCHES} of the", MATCH_REMEDY)
-            elif name in _LISTS and inputs[0].partial in ("", *_TABLES):
+            elif name in _LISTS and inputs[0].partial in ("", "unbind", *_TABLES):
                 self._owner.tell_of_log(f"{name} of a batch's", NUMPY_REMEDY)
             return
         # what is made like it has values of its own
@@ -223,6 +229,20 @@ class BatchRows(FollowsRows):
             else:
                 for tensor in pytree.tree_leaves(result):
                     self._change(tensor, name, ())
+
+    def sizes(self, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """The same; of those of rows something may be decided."""
+        known = super().sizes(args, kwargs, result)
+        if known is result:
+            return result
+        counts = RowCounts(self._tell_of_count, self._owner.rank_counts[1])
+        if isinstance(known, int):
+            of_all_dims = len(args) == 1 and not kwargs
+            return counted(known, replace(counts, is_total=of_all_dims))
+        return torch.Size([counted(size, counts) for size in known])
+
+    def _tell_of_count(self) -> None:
+        self._owner.tell_of_log("the size of", COUNT_REMEDY, "makes a count or a rate")
 
     def _look_up(self, rows: SplitTensor, result: Any) -> None:
         if isinstance(result, Tensor):
@@ -363,38 +383,3 @@ def _axes_like(x: SplitTensor, tensor: Any) -> Axes:
     if isinstance(tensor, Tensor) and tensor.shape == x.shape:
         return x.axes
     return ()
-
-
-class Divisors:
-    """Sums of a batch's rows by which one output's rows are divided; ranks compare them, as fingerprints."""
-
-    def __init__(self, batch: BatchRows, device: torch.device) -> None:
-        self._batch = batch
-        self.numbers = torch.zeros(2, dtype=torch.float64, device=device)
-        self._count = 0
-        self._latest = ""
-
-    def meet(self, name: str, x: SplitTensor) -> None:
-        """`x`, made across a batch's rows, meets rows of losses by a function `name`: told, or to be compared."""
-        numbers: tuple[Tensor, ...] | None = x.numbers  # type: ignore[attr-defined]
-        if numbers is None:
-            self._batch.tell(x, f"comes to the loss by {name}")
-            return
-        for number in numbers:
-            self.note(number, x.partial)
-
-    def note(self, number: Tensor, made_by: str) -> None:
-        """One of the sums."""
-        self._count += 1
-        self.numbers += fingerprint(number.double()).to(self.numbers.device) * self._count
-        self._latest = made_by
-
-    def told_of(self, numbers: Tensor) -> str:
-        """What is said of the ranks' `numbers`, [ranks, 2]; "" if they are equal."""
-        used = [rank for rank in numbers if rank.isfinite().all() and rank.any()]
-        if all(torch.allclose(rank, used[0], rtol=1e-9, atol=0) for rank in used):
-            return ""
-        return (
-            f"rows are weighted by {self._latest} of a batch's rows which are this context rank's, not all of a "
-            "sequence: one process weighs them by the whole"
-        )

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows.reads import READS
 from core.parallel_state.by_hand import is_foreign, split_axes
-from core.parallel_state.by_hand.functions import JOINS
+from core.parallel_state.by_hand.functions import JOINS, program_level
 from core.parallel_state.by_hand.listened_tensor import unmark
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, outcome_of
@@ -213,7 +213,7 @@ class GradientRows(Follower):
     def _warn(self, text: str) -> None:
         if not self._told:
             self._told = True
-            warnings.warn(f"context parallelism: {text}", stacklevel=7)
+            warnings.warn(f"context parallelism: {text}", stacklevel=program_level())
 
     def _mark_all(self, result: Any, partial: str) -> None:
         for tensor in pytree.tree_leaves(result):

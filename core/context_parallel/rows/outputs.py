@@ -10,12 +10,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.context_parallel.rows import draws, factors, means, reads, selections
-from core.context_parallel.rows.batches import (
-    Divisors,
-    is_changed,
-    is_of_batch,
-    with_rows_alone,
-)
+from core.context_parallel.rows.batches import is_changed, is_of_batch, with_rows_alone
+from core.context_parallel.rows.divisors import Divisors
 from core.context_parallel.rows.follower import FollowsRows
 from core.context_parallel.rows.frozen import BackwardOfHead
 from core.context_parallel.rows.owner import Owner
@@ -41,7 +37,7 @@ from core.context_parallel.rows.totals import (
 from core.context_parallel.rows.uses import is_compared
 from core.context_parallel.rows.verdicts import verdicts
 from core.parallel_state.by_hand.listened_tensor import unmark
-from core.parallel_state.by_hand.part_sizes import PartNumber
+from core.parallel_state.by_hand.part_sizes import PartNumber, plain_number
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
 from core.parallel_state.by_hand.split_names import kind_of
@@ -177,7 +173,7 @@ class Sums(FollowsRows):
             self._divisors.meet(name, x)
         for number in args:
             if isinstance(number, PartNumber) and isinstance(number, (int, float)):
-                self._divisors.note(torch.tensor(float(number)), "a sum")
+                self._divisors.note(torch.tensor(plain_number(number)), "a sum")
 
     def listening(self, hook: Any, axes: Axes) -> Any:
         """A hook on the gradient of rows."""

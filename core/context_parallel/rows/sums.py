@@ -30,6 +30,7 @@ from core.context_parallel.rows.wholes import REMEDY as WHOLES_REMEDY
 from core.context_parallel.rows.wholes import Wholes, is_repeated
 from core.parallel_state.by_hand.as_written import AsWritten
 from core.parallel_state.by_hand.batches import HOOKED, follow_batches
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.by_hand.split_tensor import SplitTensor, is_turn
 from core.parallel_state.collectives import Group, all_gather
 from core.parallel_state.state import ParallelState
@@ -319,7 +320,7 @@ class RowSums:
         """Warn of `what` with the remedy, once for this model."""
         if not self.told:
             self.told = True
-            warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
+            warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=program_level())
 
     def tell_of_others(self, told: Tensor) -> None:
         """`told`, [cp]: which ranks have; what is wrong on one rank's rows may be right on another's."""
@@ -333,7 +334,7 @@ class RowSums:
         if not self._told_of_log:
             self._told_of_log = True
             what = f"{name} rows which are this context rank's {does}: others hold the rest of each sequence"
-            warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=6)
+            warnings.warn(f"context parallelism: {what}. {remedy}", stacklevel=program_level())
 
 
 def _rank_counts(ps: ParallelState) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from core.context_parallel.rows.batches import REMEDY as BATCH_REMEDY
-from core.context_parallel.rows.batches import Divisors
+from core.context_parallel.rows.divisors import Divisors
 from core.context_parallel.rows.factors import (
     NUM_FACTORS,
     NUM_SCALARS,

@@ -119,7 +119,9 @@ class Wholes(Follower):
         if x.numel() * self._rows.size > _LARGEST:
             return None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            return gather_from_context_region(x.detach().as_subclass(Tensor), self._ps, dim)
+            # a program may view it, as it does its rows
+            whole = gather_from_context_region(x.detach().as_subclass(Tensor), self._ps, dim)
+            return whole.contiguous()
 
     def add(self, x: Tensor, whole: Tensor, dim: int | None, source: int | None = None) -> None:
         """`x`, rows of `whole`, is about to be given to the program; dim: where its gradient is looked at."""

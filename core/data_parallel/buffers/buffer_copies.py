@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from core.autograd.recomputation.notes import which_run
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import all_gather_objects, broadcast
 from core.parallel_state.state import ParallelState
 
@@ -149,7 +150,7 @@ class BufferCopies:
                 warnings.warn(
                     f"DataParallel: buffer {key[1]} was written for the first time after the first step, so every "
                     "rank keeps its own; write it before or in the first forward in training too",
-                    stacklevel=4,
+                    stacklevel=program_level(),
                 )
                 return
 

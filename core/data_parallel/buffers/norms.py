@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from core.autograd.gradients import is_shown
 from core.data_parallel.buffers.buffers import Buffer
-from core.parallel_state.by_hand.functions import called_by_program
+from core.parallel_state.by_hand.functions import called_by_program, program_level
 from core.parallel_state.collectives import Group, all_reduce
 from core.parallel_state.layout import layout_of
 
@@ -87,7 +87,7 @@ def warn_of_whole_norm(parameters: Sequence[Parameter]) -> None:
             "together: one that calls it alone waits, and a sum over tensor ranks counts it once for each. In "
             "Megatron it is of a rank's part: main_grad.float().norm(). core.optimizer.get_grad_norm(parameters) is "
             "the model's",
-            stacklevel=4,
+            stacklevel=program_level(),
         )
 
 
@@ -108,5 +108,5 @@ class Scalings:
                 f"the gradients of 1 of {stages} pipeline ranks are scaled by a tensor: torch.nn.utils."
                 "clip_grad_norm_ takes the norm of this rank's stages, and every rank scales by its own; "
                 "OptimizerConfig(clip_grad=...) clips by the norm of the model, and step() returns it",
-                stacklevel=4,
+                stacklevel=program_level(),
             )

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives.checks import checksum
 
 # to a parameter's memory: its tensor's, and that of the Python object we ask
@@ -43,7 +44,7 @@ class KeptMemory:
                 "view, a state_dict) keep the values of then, and what is written there does not reach the weights, "
                 "whose values lie in its buckets; take them anew after it is made, or p.detach().clone() of what is "
                 "to stay",
-                stacklevel=4,
+                stacklevel=program_level(),
             )
 
 
@@ -80,7 +81,7 @@ class ReplacedData:
                     "its values of then were copied into DataParallel's buckets, and no later ones reach them. "
                     "Write p.copy_(x) under no_grad each time; tie two weights as one Parameter, before DataParallel "
                     "is made",
-                    stacklevel=5,
+                    stacklevel=program_level(),
                 )
                 return
 

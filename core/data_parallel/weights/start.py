@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from core.data_parallel.weights.weights import without_memory
 from core.parallel_state.by_hand.batches import HOOKED
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import all_gather_objects, broadcast
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.flat import Bucket
@@ -131,5 +132,5 @@ def _tell_of_calibration(changed: list[str], ps: ParallelState) -> None:
             "scales) are of a part of each sequence. Sum them over the ranks before weights are made of them: "
             "torch.distributed.all_reduce(x, group=parallel_state.get_data_parallel_group("
             "with_context_parallel=True))",
-            stacklevel=6,
+            stacklevel=program_level(),
         )

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from core.data_parallel.weights.freed import FreedParameter, GatheredParameter, set_data
 from core.data_parallel.weights.kept import ReplacedData
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import Group, own_part, start_gather_parts
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.ops import PendingCollective
@@ -249,7 +250,7 @@ class Weights:
                 "must do alike, and kept whole until the next step; what was taken out does not follow later steps. "
                 "Around many reads write shard.unshard(model) ... shard.reshard(model); to save, "
                 f"sharded_state_dict(shard){of_stages}",
-                stacklevel=4,
+                stacklevel=program_level(),
             )
         self.gather()
         self.lent = True

@@ -27,6 +27,7 @@ from core.parallel_state.collectives import broadcast
 from core.parallel_state.environment import check_dtype
 from core.parallel_state.random import chosen_seed
 from core.parallel_state.spread import keep_layouts
+from core.pipeline.run.checks.before_pipeline import listen_before_pipeline
 from core.tensor_parallel import (
     gather_from_sequence_region,
     gather_from_tensor_region,
@@ -95,14 +96,8 @@ class GPTModel(ModelWeights):
         self.config = config
         self.vocab_size = vocab_size
         self.max_sequence_length = max_sequence_length
-        if pre_process is None:
-            self.pre_process = ps.is_first_stage
-        else:
-            self.pre_process = pre_process
-        if post_process is None:
-            self.post_process = ps.is_last_stage
-        else:
-            self.post_process = post_process
+        self.pre_process = ps.is_first_stage if pre_process is None else pre_process
+        self.post_process = ps.is_last_stage if post_process is None else post_process
         self.tied = share_embeddings_and_output_weights
         self.loss_chunk = checked_chunk(loss_chunk)
         self.parallel_output = parallel_output is not False
@@ -129,6 +124,7 @@ class GPTModel(ModelWeights):
         if self._watch is not None:
             # until the first forward: initial values by hand, sizes read for a rule of one's own
             self._watch.observe(self)
+        self.before_pipeline = listen_before_pipeline(ps, self)
 
     def _build_embedding(
         self, build: Build, ends_share_a_rank: bool, tied_with: "GPTModel | None"
@@ -190,6 +186,9 @@ class GPTModel(ModelWeights):
         Raises ValueError: more positions than `max_sequence_length`, an input of another shape or dtype; a token,
         position or label out of range (on an accelerator: an asynchronous assertion).
         """
+        if self.before_pipeline is not None:
+            self.before_pipeline.end()
+            self.before_pipeline = None
         tokens = one_of_two("tokens", tokens, "input_ids", input_ids)
         s = self._check(tokens, position_ids, attention_mask, labels, document_begin is not None)
         mask: Tensor | Documents | None = attention_mask

@@ -13,6 +13,7 @@ from core.parallel_state.by_hand.functions import (
     called_by_core,
     called_by_program,
     function_name,
+    program_level,
 )
 from core.parallel_state.by_hand.listened_tensor import ListenedTensor
 
@@ -179,7 +180,7 @@ class ShardSums:
                 warnings.warn(
                     f"{function} by hand sees {held} of the {full} elements of {kind} of {name}: other ranks hold "
                     f"the rest. {_REMEDIES[what]}",
-                    stacklevel=4,
+                    stacklevel=program_level(),
                 )
 
         return tell

@@ -26,6 +26,7 @@ from core.data_parallel.buffers.norms import global_norms
 from core.optimizer.step.grad_norm import shard_squares, sum_in_rank_order
 from core.optimizer.step.step_stats import CLIP_EPS
 from core.parallel_state import ParallelState, current_state
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import all_reduce
 from core.parallel_state.layout import layout_of, true_part
 from core.parallel_state.spread import keep_layouts
@@ -143,7 +144,7 @@ def _any_stage_has_buckets(slots: Sequence[ParameterSlot], ps: ParallelState) ->
             f"a norm of the gradients of one layer of each of {int(of_layers)} pipeline stages counts them together, "
             "as the gradients of one model: torch.nn.utils.clip_grad_norm_ and get_total_norm are right for a layer "
             "that one stage has",
-            stacklevel=4,
+            stacklevel=program_level(),
         )
     return has_buckets > 0
 

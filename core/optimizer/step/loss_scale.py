@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.parallel_state.by_hand.functions import program_level
+
 SMALLEST = 1.0
 
 
@@ -84,7 +86,7 @@ class LossScale:
                 "optimizer.loss_scale was read, and no loss multiplied by that tensor; gradients are divided by it "
                 "all the same. If it was read for a log only, call step(loss_scale=1.0); if float(loss_scale) scaled "
                 "the loss, step(loss_scale=that number)",
-                stacklevel=6,
+                stacklevel=program_level(),
             )
         return self.value
 

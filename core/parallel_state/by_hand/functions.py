@@ -2,6 +2,7 @@
 
 import dis
 import linecache
+import sys
 from functools import partial
 from typing import Any
 
@@ -80,9 +81,21 @@ def called_by_program(frame: Any) -> bool:
 
 def frame_of_program(frame: Any) -> Any:
     """The first of the frames from `frame` on that is neither torch's nor ours; None where there is none."""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "core.")):
+    while frame is not None and _is_ours_or_torchs(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
     return frame
+
+
+def program_level() -> int:
+    """The `stacklevel` at which a warning of the function that asks is of the program's line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_ours_or_torchs(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_ours_or_torchs(module: str) -> bool:
+    return module == "torch" or module.startswith(("torch.", "core."))
 
 
 def line_of_program(frame: Any) -> str:

@@ -6,6 +6,7 @@ and masks as well, where they are right: so nothing is said before they meet a t
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,16 +26,30 @@ _SCALING = """
 """
 
 
+@dataclass(frozen=True)
+class RowCounts:
+    """`tell()` is called where a program counts one rank's rows over steps of a training, or makes a rate of a count.
+
+    ranks: that have all rows, by which a count is multiplied to be of all. is_total: of several sequences.
+    """
+
+    tell: Callable[[], None]
+    ranks: int
+    is_total: bool = False
+
+
 class PartNumber:
     """Beside int or float: it was made of the size of a part, of which so many ranks have one.
 
     ranks: 0 where only that is known. as_floats: sizes of which a program made rates, or which C functions
     (`math.sqrt`) took, whose results are plain numbers. whole: the number made of all ranks' size, where it is known.
+    counts: of a batch's rows.
     """
 
     ranks: int
     as_floats: set[int]
     whole: Any
+    counts: RowCounts | None
 
 
 def _following(base: type, name: str) -> Callable[..., Any]:
@@ -49,13 +64,18 @@ def _following(base: type, name: str) -> Callable[..., Any]:
         if type(result) not in (int, float):
             return result
         # times the number of ranks it is the size of all; a count of tokens goes on in a checkpoint
-        is_of_all = "mul" in name and others == (self.ranks,)
+        counts = _counts_of(name, self, others)
+        is_of_all = "mul" in name and (
+            others == (self.ranks,) or (counts is not None and _are_of(counts.ranks, others[0]))
+        )
+        if counts is not None and counts.is_total and "add" in name and torch.is_grad_enabled():
+            counts.tell()
         if is_of_all or (name == "__radd__" and self.whole is not None):
             return result
         if base is int and type(result) is float:
-            self.as_floats.add(int(self))
+            _take_for_rate(self)
         whole = None if self.whole is None else _of_all(name, self, *others)
-        return number_of_part(result, self.ranks, self.as_floats, whole)
+        return number_of_part(result, self.ranks, self.as_floats, whole, counts)
 
     return method
 
@@ -72,8 +92,28 @@ def _of_all(name: str, *numbers: Any) -> Any:
 
 
 def _as_float(self: Any) -> float:
-    self.as_floats.add(int(self))
+    _take_for_rate(self)
     return int.__float__(self)
+
+
+def _take_for_rate(size: Any) -> None:
+    size.as_floats.add(int(size))
+    if size.counts is not None:
+        size.counts.tell()
+
+
+def _counts_of(name: str, number: Any, others: tuple) -> RowCounts | None:
+    """Of what a method makes of these."""
+    known = [x.counts for x in (number, *others) if isinstance(x, PartNumber) and x.counts]
+    if not known:
+        return None
+    is_product = "mul" in name and isinstance(others[0], PartNumber)
+    return replace(known[0], is_total=True) if is_product else known[0]
+
+
+def _are_of(ranks: int, number: Any) -> bool:
+    """Whether a number of the program's is that of all ranks, or a multiple: of rows it is one of ours."""
+    return type(number) is int and number > 1 and number % ranks == 0
 
 
 def _class(base: type, **more: Any) -> type:
@@ -86,14 +126,31 @@ _CLASS_OF = {int: _class(int, __float__=_as_float), float: _class(float)}
 
 
 def number_of_part(
-    number: int | float, ranks: int, as_floats: set[int], whole: float | None = None
+    number: int | float,
+    ranks: int,
+    as_floats: set[int],
+    whole: float | None = None,
+    counts: RowCounts | None = None,
 ) -> Any:
     """`number`, made of a part that one of `ranks` ranks has, known again; the others: as of `PartNumber`."""
     result = _CLASS_OF[type(number)](number)
     result.ranks = ranks
     result.as_floats = as_floats
     result.whole = whole
+    result.counts = counts
     return result
+
+
+def counted(size: int, counts: RowCounts) -> Any:
+    """A size of a batch's rows, or beside one: known again where a program counts by it."""
+    known = size if isinstance(size, PartNumber) else number_of_part(size, 0, set(), whole=size)
+    known.counts = counts if known.whole != known else None
+    return known
+
+
+def plain_number(number: float) -> float:
+    """A float of what may know more, which is not asked."""
+    return float(int.__add__(number, 0) if isinstance(number, int) else float.__add__(number, 0.0))
 
 
 def whole_number(x: Any) -> Any:

@@ -10,6 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import Group, all_gather
 
 _REMEDY = (
@@ -57,5 +58,5 @@ class ContextMeans:
             returned = "(loss, num_tokens, report)" if is_counted else "(loss, report)"
             warnings.warn(
                 f"loss_func returns {returned} over {group.size} context ranks, and {weights}: {_REMEDY}",
-                stacklevel=6,
+                stacklevel=program_level(),
             )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import all_gather_objects, all_reduce
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.layout import layout_of
@@ -149,14 +150,14 @@ def tell_of_twins(modules: Mapping[int, nn.Module], ps: ParallelState) -> bool:
             pair for pair in twins if pair[0][1].is_embedding or pair[1][1].is_embedding
         ]
         first, second = (with_embedding or twins)[0]
-        warnings.warn(_twins_warning(first, second), stacklevel=4)
+        warnings.warn(_twins_warning(first, second), stacklevel=program_level())
     elif drawn_alike:
         (first_rank, a), (second_rank, b) = drawn_alike[0]
         warnings.warn(
             f"{a.name} of stage {a.stage} and {b.name} of stage {b.stage} begin with the same draws, on pipeline "
             f"ranks {first_rank} and {second_rank}: initial values were drawn by hand from one seed on both, and the "
             "numbers of one stage stand in another's. Seed by stage; a GPTModel's own are those of one process",
-            stacklevel=4,
+            stacklevel=program_level(),
         )
     return bool(twins or drawn_alike)
 

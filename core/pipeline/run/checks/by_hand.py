@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
-from core.parallel_state.by_hand.functions import frame_of_program
+from core.parallel_state.by_hand.functions import frame_of_program, program_level
 from core.parallel_state.by_hand.read_numbers import is_kept_by_name
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
@@ -36,7 +36,9 @@ class StageArithmetic:
     same goes for norms, products and random draws of a weight that tensor ranks split. Each kind is told once.
     """
 
-    def __init__(self, ps: ParallelState, modules: Sequence[nn.Module], sums: Hears) -> None:
+    def __init__(
+        self, ps: ParallelState, modules: Sequence[nn.Module], sums: Hears | None = None
+    ) -> None:
         self._pipeline = ps.group("pp")
         self._modules = modules
         self._sums = sums
@@ -65,6 +67,10 @@ class StageArithmetic:
         """A call of the pipeline begins: what it does with parameters is not by hand."""
         self._by_hand.close()
 
+    def end(self) -> None:
+        """Nothing is listened to again."""
+        self._by_hand.end()
+
     @property
     def has_told_of_gradients(self) -> bool:
         """Whether a norm by hand, of which such a number comes mostly, was told."""
@@ -76,7 +82,8 @@ class StageArithmetic:
         return self._numbers.as_tensor(count, device)
 
     def _hear(self, heard: Heard) -> None:
-        self._sums.hear(heard)
+        if self._sums is not None:
+            self._sums.hear(heard)
         self._numbers.hear(heard)
         is_reduction = heard.kind == "reduction"
         if heard.kind == "scaled":
@@ -137,7 +144,7 @@ class StageArithmetic:
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned_of:
             self._warned_of.add(kind)
-            warnings.warn(message, stacklevel=5)
+            warnings.warn(message, stacklevel=program_level())
 
 
 class StageNumbers:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from core.parallel_state.by_hand.functions import is_foreign
+from core.parallel_state.by_hand.functions import is_foreign, program_level
 from core.pipeline.run.checks.kept_by_hooks import held_in, reached_from
 from core.pipeline.run.checks.program_parts import (
     HOOKS,
@@ -103,7 +103,7 @@ class CollectedStatistics:
             f"`{name}` keeps numbers of {len(written)} modules of this rank ({where}), one of {self._ranks} pipeline "
             "ranks; others have other layers: a mean, sum or maximum of them is not the model's. Each by its name is "
             "right; sum, and count, over parallel_state.get_pipeline_model_parallel_group(), or gather by name",
-            stacklevel=5,
+            stacklevel=program_level(),
         )
 
     def _collected(self) -> dict[Collector, dict[str, Mark]]:

@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.as_written import AsWritten, compiles
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.by_hand.split_functions import outcome_of
 from core.parallel_state.by_hand.split_names import kind_of
 from core.parallel_state.by_hand.split_tensor import Call, Follower, SplitTensor
@@ -71,7 +72,7 @@ class HalvesOfRows(Follower):
             f"{self._microbatches} microbatches: row i of the batch's first half is no longer beside row i of its "
             "second. Let partners be neighbours in the batch, and take output[0::2] and output[1::2], or order "
             "the batch so that each microbatch has the halves that belong together",
-            stacklevel=6,
+            stacklevel=program_level(),
         )
 
 

@@ -5,6 +5,10 @@ import sys
 import warnings
 from typing import Any
 
+import torch
+
+from core.parallel_state.by_hand.functions import program_level
+
 
 class HostDraws:
     """Warns, once, where a step drew from them: an executor seeds torch's generators, and no others."""
@@ -31,8 +35,26 @@ class HostDraws:
                 "stages' layers get the same numbers, in the order of the schedule, and a layer that is recomputed "
                 "draws again. Draw with torch (torch.rand(())), whose generators are seeded for each microbatch and "
                 "stage",
-                stacklevel=4,
+                stacklevel=program_level(),
             )
+
+
+def generator_of(value: Any) -> Any:
+    """A generator of Python's, numpy's or torch's, or that of its method (`rng.random`); None: another thing."""
+    found = getattr(value, "__self__", value)
+    numpy = sys.modules.get("numpy")
+    of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
+    return found if isinstance(found, (random.Random, torch.Generator, *of_numpy)) else None
+
+
+def state_of(generator: Any) -> Any:
+    """What equals itself until the next draw."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    own = getattr(generator, "bit_generator", None)
+    return repr(own.state if own is not None else generator.get_state())
 
 
 def _states() -> tuple[Any, Any]:

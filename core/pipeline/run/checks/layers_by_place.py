@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from core.parallel_state.by_hand.functions import is_foreign
+from core.parallel_state.by_hand.functions import is_foreign, program_level
 from core.pipeline.run.checks.program_parts import HOOKS, code_of
 from core.pipeline.run.checks.rates_by_place import are_alike, layers_of, moments
 
@@ -69,7 +69,7 @@ class LayersByPlace:
                     f"{_WORDS[kind]} on each of {self._stages} pipeline ranks: a model has this once. Choose layers "
                     "by their numbers in the whole model (layer 7 of a GPTModel is decoder.layers.7 wherever it "
                     "lives; of stages of your own add those before). Where every stage is meant nothing is wrong",
-                    stacklevel=6,
+                    stacklevel=program_level(),
                 )
 
     def _are_alike(self, sums: Tensor, exact: float = 0.0) -> bool:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from core.autograd.graph import nodes_behind
 from core.parallel_state.by_hand import ByHand, Heard
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import all_gather
 from core.parallel_state.state import ParallelState
 from core.pipeline.run.checks.halves import HalvesOfRows
@@ -130,7 +131,7 @@ class LossWatch:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned_of:
             self._warned_of.add(message)
-            warnings.warn(message, stacklevel=6)
+            warnings.warn(message, stacklevel=program_level())
 
 
 def _now() -> int:

@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from core.parallel_state.by_hand.as_written import is_compiled
-from core.parallel_state.by_hand.functions import is_foreign, replaced_forward
+from core.parallel_state.by_hand.functions import is_foreign, program_level, replaced_forward
 from core.pipeline.run.checks.program_parts import layer_of, parts_of
 
 
@@ -93,5 +93,5 @@ class OnEveryStage:
                 f"{what} of {name or 'the model'} runs on each of {self._ranks} pipeline ranks, around its layers, "
                 "where one process has it once: what it makes of activations every stage makes. Choose a layer by "
                 "its number, or a part that one stage has (embedding, decoder.final_layernorm, output_layer)",
-                stacklevel=5,
+                stacklevel=program_level(),
             )

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from core.autograd.graph import nodes_behind
 from core.parallel_state import ParallelState
+from core.parallel_state.by_hand.functions import program_level
 
 
 class OwnGradients:
@@ -48,7 +49,7 @@ class OwnGradients:
                 f"as an auxiliary loss. loss_fn returns sums, whose gradients are divided by {float(num_tokens):g} "
                 "tokens, and so is this one. Multiply that loss by the tokens of its microbatch (the rows of its "
                 "input), or let loss_fn return a mean and 1",
-                stacklevel=4,
+                stacklevel=program_level(),
             )
         if same or self._steps == 2:
             self.close()

@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.collectives import all_gather, all_gather_objects
 from core.parallel_state.collectives.checks import checksum
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.environment import HostCopy, reading_waits
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
+from core.pipeline.run.checks.before_pipeline import end_before_pipeline
 from core.pipeline.run.checks.by_hand import Hears, StageArithmetic
 from core.pipeline.run.checks.collected import CollectedStatistics
 from core.pipeline.run.checks.host_draws import HostDraws
@@ -179,6 +181,7 @@ class PlainLoopWatch:
         self._scales = ScaleWatch(ps, modules) if owns_updates else None
         self.updates = StageUpdates(ps, modules, compares_writes=owns_updates)
         self._ps = ps
+        end_before_pipeline(modules)
         self._arithmetic = StageArithmetic(ps, modules, sums)
         self._collected = CollectedStatistics(stages, ps.size("pp"))
         self._shared = SharedByLayers(stages, ps.size("pp"))
@@ -271,7 +274,7 @@ class PlainLoopWatch:
                     "OptimizerConfig(clip_grad=...), the norm that step() returns, core.optimizer.get_grad_norm, or "
                     "all_reduce over parallel_state.get_pipeline_model_parallel_group(). Rates of layers belong into "
                     "parameter groups",
-                    stacklevel=4,
+                    stacklevel=program_level(),
                 )
                 return
 
@@ -284,7 +287,7 @@ class PlainLoopWatch:
                 f"what was added to gradients or weights after step {self._steps} begins alike on the pipeline "
                 "ranks: noise of one seed on all of them is the same noise for other layers. Seed by stage, "
                 "parallel_state.get_pipeline_model_parallel_rank(), and alike on a stage's replicas",
-                stacklevel=5,
+                stacklevel=program_level(),
             )
 
 
@@ -341,7 +344,7 @@ class BatchWatch:
                         "to one pipeline: the first stage reads inputs from its own, the last one labels. Give all "
                         "the same (sampler: rank=parallel_state.get_data_parallel_rank(), num_replicas="
                         "parallel_state.get_data_parallel_world_size(), one seed), or None where nothing is read",
-                        stacklevel=4,
+                        stacklevel=program_level(),
                     )
                     return
 

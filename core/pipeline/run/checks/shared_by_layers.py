@@ -10,11 +10,22 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from core.parallel_state.by_hand.as_written import is_compiled
-from core.parallel_state.by_hand.functions import is_foreign
+from core.parallel_state.by_hand.functions import is_foreign, program_level
 from core.parallel_state.layout import layout_of
 from core.pipeline.run.checks.collected import Mark, mark_of
+from core.pipeline.run.checks.host_draws import generator_of, state_of
 from core.pipeline.run.checks.kept_by_hooks import held_in, reached_from
 from core.pipeline.run.checks.program_parts import Attributes, functions_of, layer_of, parts_of
+
+_WRITTEN_REMEDY = (
+    "What a layer finds there of others, and a mean or sum of it, is of this rank's layers. Hand tensors on in the "
+    "stage's output (a tuple or a mapping); what only the layer that wrote it reads is right"
+)
+_DRAWN_REMEDY = (
+    "Seeded alike they draw the same for other layers, and in the order of the schedule. Give each layer a generator "
+    "that is seeded by its number in the whole model, or draw with torch (torch.rand(())), whose generators are "
+    "seeded for each microbatch and stage"
+)
 
 
 class SharedByLayers:
@@ -36,6 +47,8 @@ class SharedByLayers:
         # what shared numbers that count layers were when a layer ended
         self._counts: dict[str, int] = {}
         self._parts: dict[str, nn.Module] = {}
+        # whether what was found is a generator
+        self._draws = False
         self._handles: list[RemovableHandle] = []
         self._attributes = Attributes(parts_of(stages))
 
@@ -61,24 +74,23 @@ class SharedByLayers:
         """Tell of an object with numbers; of activations it was told at once, they may end the call."""
         self._end()
         if self._found is not None and not self._has_told:
-            self._tell(stacklevel=6)
+            self._tell()
 
     def _end(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
-    def _tell(self, stacklevel: int) -> None:
+    def _tell(self) -> None:
         assert self._found is not None
         self._has_told = True
         kept, where = self._found
         self.told_name = kept
+        says, remedy = ("draws", _DRAWN_REMEDY) if self._draws else ("is written", _WRITTEN_REMEDY)
         warnings.warn(
-            f"`{kept}`, which layers of this rank share, is written in the forward of {where}: those of each of "
-            f"{self._ranks} pipeline ranks share one of their own. What a layer finds there of others, and a mean or "
-            "sum of it, is of this rank's layers. Hand tensors on in the stage's output (a tuple or a mapping); what "
-            "only the layer that wrote it reads is right",
-            stacklevel=stacklevel,
+            f"`{kept}`, which layers of this rank share, {says} in the forward of {where}: those of each of "
+            f"{self._ranks} pipeline ranks share one of their own. {remedy}",
+            stacklevel=program_level(),
         )
 
     def _listen(self, name: str, part: nn.Module) -> None:
@@ -100,8 +112,9 @@ class SharedByLayers:
                     self._counts[kept] = count
                 if mark and mark != before.get(kept) and self._is_shared(value, name):
                     self._found = kept, name
+                    self._draws = generator_of(value) is not None
                     if any(map(_is_activation, held_in(_contents(value)))):
-                        self._tell(stacklevel=3)
+                        self._tell()
 
         # around the program's hooks
         self._handles.append(part.register_forward_pre_hook(begin, prepend=True))
@@ -110,7 +123,10 @@ class SharedByLayers:
     def _is_shared(self, value: Any, writer: str) -> bool:
         """Whether another layer refers to it."""
         others = [part for n, part in self._parts.items() if layer_of(n) != layer_of(writer)]
-        return any(each is value for part in others for _, each in self._attributes.named_in(part))
+        # a method of a generator is another object at each look
+        value = generator_of(value) or value
+        found = (each for part in others for _, each in self._attributes.named_in(part))
+        return any(each is value or generator_of(each) is value for each in found)
 
     def _look_for_parameters(self, every: Mapping[str, nn.Module]) -> None:
         """Warn of a trained one that functions of several layers refer to and no layer has."""
@@ -128,7 +144,7 @@ class SharedByLayers:
                         f"{self._ranks} pipeline ranks trains a copy by its own layers' part of the gradient. Give "
                         "each layer one of its own, or keep it on the first stage and hand it on in the stages' "
                         "output",
-                        stacklevel=5,
+                        stacklevel=program_level(),
                     )
                     return
 
@@ -163,6 +179,8 @@ def _contents(value: Any) -> Any:
 
 
 def _mark_of(value: Any) -> Mark:
+    if (generator := generator_of(value)) is not None:
+        return (state_of(generator),)
     if not isinstance(value, type):
         return mark_of(value)
     return mark_of(_contents(value)) if is_foreign(value) else ()

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from core.autograd import StageContext
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.pipeline.run.checks.plain_loop import is_watched_step, parameters_of
 
@@ -116,7 +117,7 @@ class StepNumbers:
                 "forward and evaluate are in eval mode whatever mode the model is in, so that one batch gives the "
                 "same outputs again. To sample dropout masks (MC dropout) call model.eval(), then .train() on the "
                 "dropout modules: a model in eval mode is left as it is, and each call draws anew",
-                stacklevel=5,
+                stacklevel=program_level(),
             )
         self._forwards += 1
         return self._forwards - 1
@@ -133,7 +134,7 @@ class StepNumbers:
                 "forward is in eval mode whatever mode the model is in: running statistics of "
                 f"{type(keepers[0]).__name__} are used and not updated. To compute them anew (precise BN) call the "
                 "modules themselves under torch.no_grad(); where eval mode is meant call model.eval() first",
-                stacklevel=4,
+                stacklevel=program_level(),
             )
 
     def _note(self) -> None:
@@ -167,7 +168,7 @@ class StepNumbers:
             "0, 1, ... again. Save executor.step_index beside the weights and set it after loading, before the first "
             f"step (= {before} if each step was one update; forward_backward takes step_index=). If other code made "
             "these updates, a plain loop say, set it as well, to any number",
-            stacklevel=4,
+            stacklevel=program_level(),
         )
 
 

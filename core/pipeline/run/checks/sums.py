@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from core.autograd import GradSync, has_main_grad
 from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.by_hand.hooked import has_hooks
 from core.parallel_state.optimizer_steps import before_optimizer_steps
 from core.parallel_state.state import ParallelState
@@ -97,7 +98,7 @@ class SumsWatch:
             "as much smaller than meant. Change p.grad after the step, divided by result.num_tokens, and call "
             "step(num_tokens=1) of an optimizer of ours; if loss_fn returns what you mean to minimise, return "
             "1 / num_microbatches as its count",
-            stacklevel=6,
+            stacklevel=program_level(),
         )
 
     @torch.no_grad()
@@ -144,7 +145,7 @@ class SumsWatch:
             "limit or a decay as much smaller than what is meant. Divide p.grad by result.num_tokens first, and call "
             "step(num_tokens=1) of an optimizer of ours (its clip_grad and weight_decay are of the mean); if loss_fn "
             "returns what you mean to minimise, return 1 / num_microbatches as its count",
-            stacklevel=6,
+            stacklevel=program_level(),
         )
 
     def _is_still_sum(self, heard: Heard) -> bool:
@@ -206,7 +207,7 @@ class SumsWatch:
             f"{type(optimizer).__name__}.step() updates by a sum of losses over {num_tokens:g} tokens, as the "
             f"executor's step left it: {num_tokens:g} times the gradient of the mean over 1. {remedy[0].upper()}"
             f"{remedy[1:]}; if loss_fn returns what you mean to minimise, {silence}",
-            stacklevel=5,
+            stacklevel=program_level(),
         )
 
     def _only_clipped(self, result: StepResult, optimized: set[int]) -> bool:

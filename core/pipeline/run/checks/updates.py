@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from core.parallel_state.by_hand.functions import program_level
 from core.parallel_state.by_hand.hooked import has_hooks
 from core.parallel_state.environment import reading_waits
 from core.parallel_state.optimizer_steps import before_optimizer_steps
@@ -113,7 +114,7 @@ class StageUpdates:
                 "weights were written inside of a step, by a hook that updates them in backward: other microbatches "
                 "have run their forwards before it, or after it, by the schedule. Such an optimizer needs "
                 "num_microbatches=1; update after the step",
-                stacklevel=5,
+                stacklevel=program_level(),
             )
 
     def with_numbers(self, total: Tensor) -> Tensor:
@@ -178,7 +179,7 @@ class StageUpdates:
                 f"({int(made)} of {int(possible)} now): the model's stages are of different ages. Whether to "
                 f"step must be decided by what all ranks share ({_SHARED}), not by one rank's own, as what loss_fn "
                 "collects on the last stage. Of stages that are not trained on purpose: requires_grad_(False)",
-                stacklevel=4,
+                stacklevel=program_level(),
             )
             return
         warnings.warn(
@@ -186,7 +187,7 @@ class StageUpdates:
             f"the {int(count)} ranks than on others: one model's stages are trained by different schedules. A rate "
             f"must be made of what all ranks share ({_SHARED}), not by one rank's own: what loss_fn collects is on "
             "the last stage only",
-            stacklevel=4,
+            stacklevel=program_level(),
         )
 
     def _look_at_places(self, courses: Sequence[Tensor]) -> None:
@@ -204,7 +205,7 @@ class StageUpdates:
                     f"begin again on each of {self._ps.size('pp')} pipeline ranks: a decay by depth, the last layer "
                     "or the first half are of the whole model (layer 7 of a GPTModel is decoder.layers.7 wherever it "
                     "lives; of stages of your own add those before)",
-                    stacklevel=5,
+                    stacklevel=program_level(),
                 )
                 return
 
@@ -219,7 +220,7 @@ class StageUpdates:
                 f"{self._zeros[0]:.4g} of the weights of each stage are zeros, and its matrices have more or fewer: "
                 "a threshold was taken over the weights of one rank's stages, where a model has one for all. Gather "
                 "what it is made of over parallel_state.get_pipeline_model_parallel_group()",
-                stacklevel=5,
+                stacklevel=program_level(),
             )
 
     def _trainable(self) -> list[nn.Parameter]:
