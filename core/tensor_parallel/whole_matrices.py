@@ -71,7 +71,10 @@ class _OptimizerWatch:
         affected = [p for p in parameters if _is_split(p)] or [p for p in parameters if p.dim() > 2]
         if not affected:
             return
-        if isinstance(optimizer, torch.optim.LBFGS) and _is_split(affected[0]):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            if not _is_split(affected[0]):
+                # of all parameters it makes one vector, whatever their dims
+                return
             raise ValueError(
                 "LBFGS takes products over all parameters, of which tensor ranks hold parts: use one tensor rank, or "
                 "an optimizer that updates each element by its own gradient and states (AdamW, SGD)"

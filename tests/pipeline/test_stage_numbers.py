@@ -94,3 +94,27 @@ def test_numbers_of_one_stage(ranks, habit):
             assert expected in messages[0]
         else:
             assert messages == []
+
+
+def said_of_a_frozen_stage():
+    """All gradients are halved; the first stage has none until it is thawed."""
+    ps = state(pp=2)
+    model = stages(ps)
+    pipeline = Pipeline([model], ps=ps, num_microbatches=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(5):
+            model.requires_grad_(ps.index("pp") == 1 or step > 1)
+            pipeline.step(batch(step), loss)
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.grad /= 2
+            optimizer.step()
+            optimizer.zero_grad()
+    pipeline.close()
+    return [str(w.message) for w in caught]
+
+
+def test_a_stage_without_gradients_scales_none(ranks):
+    assert ranks(said_of_a_frozen_stage, world=2) == [[], []]

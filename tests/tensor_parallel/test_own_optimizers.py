@@ -92,7 +92,7 @@ def said_of(make):
     with warnings.catch_warnings(record=True, action="always") as caught:
         if make is torch.optim.LBFGS:
             optimizer.step(closure)
-        for _ in range(3):
+        for _ in range(0 if make is torch.optim.LBFGS else 3):
             model(tokens, labels=labels).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -137,4 +137,6 @@ def test_fused_matrices_of_one_process(ranks, make, is_told):
 def test_lbfgs_is_refused_by_its_name(ranks):
     with pytest.raises(RankError, match="LBFGS takes products over all parameters, of which tensor ranks hold parts"):
         ranks(said_of, torch.optim.LBFGS, world=2)
+    # it makes one vector of all parameters, whatever their dims
+    assert ranks(said_of, torch.optim.LBFGS, world=1) == [[]]
     assert ranks(said_of, torch.optim.Adam, world=2) == [[], []]

@@ -26,9 +26,9 @@ _GUARD_REMEDY = (
     "Decide by what all have: flag = torch.isfinite(g).all().int(); torch.distributed.all_reduce(flag, "
     "op=torch.distributed.ReduceOp.MIN, group=parallel_state.get_tensor_model_parallel_group())"
 )
-_NORM_REMEDY = (
-    "core.optimizer.get_grad_norm(parameters) is the whole model's norm, "
-    "clip_grad_norm_ beside it clips by it"
+_GRADIENT_REMEDY = (
+    "core.tensor_parallel.full_tensor(p.grad, like=p) is one of them whole; core.optimizer.get_grad_norm(parameters) "
+    "is the norm of the whole model's, clip_grad_norm_ beside it clips by it"
 )
 
 
@@ -101,11 +101,12 @@ class Heard:
         elif self.of_state:
             remedy = _STATE_REMEDY
         elif self.kind == "index":
-            remedy = "rows and columns by number are this rank's; core.tensor_parallel.full_tensor gives the whole"
+            whole = "full_tensor(p.grad, like=p)" if self.of_gradient else "full_tensor"
+            remedy = f"rows and columns by number are this rank's; core.tensor_parallel.{whole} gives the whole"
         elif self.name in ("all", "any"):
             remedy = _GUARD_REMEDY
         elif self.of_gradient:
-            remedy = _NORM_REMEDY
+            remedy = _GRADIENT_REMEDY
         elif self.kind == "draw":
             remedy = "ranks that are seeded alike draw the same for their parts; give each a generator of its own"
         else:

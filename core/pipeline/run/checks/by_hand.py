@@ -48,6 +48,8 @@ class StageArithmetic:
         self._taken_ids: set[int] = set()
         self._warned_of: set[str] = set()
         self._numbers = StageNumbers()
+        # how many there are to be scaled
+        self._gradients = 0
         self._by_hand = ByHand(self._hear, gradients=True, numbers=True, states=True)
 
     def open(self, *, look_again: bool = False) -> None:
@@ -57,6 +59,7 @@ class StageArithmetic:
         self._reduced_ids.clear()
         self._taken_ids.clear()
         self._numbers = StageNumbers()
+        self._gradients = sum(p.grad is not None for p in self._parameters)
         self._by_hand.open(self._parameters)
 
     def reopen(self) -> None:
@@ -78,8 +81,7 @@ class StageArithmetic:
 
     def numbers(self, device: torch.device) -> Tensor:
         """What `StageNumbers.as_tensor` gives of this step."""
-        count = sum(p.grad is not None for p in self._parameters)
-        return self._numbers.as_tensor(count, device)
+        return self._numbers.as_tensor(self._gradients, device)
 
     def _hear(self, heard: Heard) -> None:
         if self._sums is not None:
