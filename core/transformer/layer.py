@@ -113,8 +113,10 @@ _OF_NAMES = re.compile(
 _COUNTER = re.compile(r"\+= 1\b")
 # of all modules or parameters; numbers of several weights are told where they are put together
 _COUNTED_AMONG = re.compile(
-    r"^(?!\s*assert\b)(?!.*\.(?:numel|nelement|norm|grad|data|square|pow|abs|sum|item|detach|mean|element_size)\b).*\b(?:sum|len)\("
+    r"^(?!\s*assert\b)(?!.*\.(?:numel|nelement|norm|grad|data|square|pow|abs|sum|item|detach|mean|element_size)\b).*\b(?:sum|len|max)\("
 )
+# in a loop over names: how many, or the last number
+_COUNTED_IN_LOOP = re.compile(r"\+= 1\b|\bmax\(.*\.split\(")
 # a layer before or after another, which may be in another stage
 _BESIDE = re.compile(r"[-+]\s*\w+\W*(?:not\s+)?in\b")
 _NAMED = re.compile(r"^\s*(\w+)\s*=\s*(?:\[|\(|list\(|tuple\()")
@@ -209,8 +211,8 @@ class Layers(nn.ModuleDict):
         if self._told or self.are_all or not called_by_program(frame):
             return
         line = line_of_program(frame)
-        counts = use in (_COUNTED, _COUNTED_AMONG)
-        is_numbered = not counts and _is_numbered(line, frame_of_program(frame))
+        counter = _COUNTED_IN_LOOP if use is _COUNTED_AMONG else _COUNTER
+        is_numbered = use is not _COUNTED and _is_numbered(line, frame_of_program(frame), counter)
         if use.search(line) or is_numbered:
             self._told = True
             warnings.warn(
@@ -224,16 +226,18 @@ class Layers(nn.ModuleDict):
         return f"this stage has {f'{numbers[0]} to {numbers[-1]}' if numbers else 'none'} of {self.num_layers} layers"
 
 
-def _is_numbered(line: str, frame: Any) -> bool:
+def _is_numbered(line: str, frame: Any, counter: re.Pattern[str]) -> bool:
     """Whether the program takes something by number of the list that the line of this frame names, or counts in its
-    loop."""
+    loop, as `counter` says."""
     if frame is None:
         return False
     source = linecache.getlines(frame.f_code.co_filename)
     if line.lstrip().startswith("for "):
         deeper = re.compile(rf"\s{{{len(line) - len(line.lstrip()) + 1},}}|\s*$")
         body = takewhile(deeper.match, source[frame.f_lineno :])
-        return any(_COUNTER.search(each) for each in body)
+        return any(counter.search(each) for each in body)
+    if counter is not _COUNTER:
+        return False
     named = _NAMED.match(line)
     return named is not None and re.search(rf"\b{named[1]}\[", "".join(source)) is not None
 

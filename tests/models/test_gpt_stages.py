@@ -128,6 +128,13 @@ def counted_before(layers):
     return depth
 
 
+def last_number(layers):
+    last = 0
+    for name, _ in layers.named_parameters():
+        last = max(last, int(name.split(".")[0]))
+    return last
+
+
 USES = {
     "counted": counted,
     "counted before": counted_before,
@@ -158,6 +165,8 @@ USES = {
     "counted names": lambda layers: sum("linear_proj" in name for name, _ in layers.named_parameters()),
     "the layers beside": lambda layers: [str(int(n) + step) in layers for n, _ in layers.items() for step in (2, -2)],
     "whether it is here": lambda layers: [str(n) in layers for n in range(4)],
+    "the last number": lambda layers: max(int(name.split(".")[0]) for name, _ in layers.named_parameters()),
+    "numbers in a loop": last_number,
     "modules in a loop": lambda layers: [part.train() for part in layers.modules()],
 }
 
