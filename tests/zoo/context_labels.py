@@ -189,6 +189,12 @@ def over_size(program):
     return program.losses().mean() * (200 / program.labels.size(1))
 
 
+def over_all(program):
+    """A count that is summed over the ranks, beside another number."""
+    numbers = summed_over_ranks(program, torch.tensor([0.5, program.labels.numel()]))
+    return program.losses().sum() / numbers[1] * program.ranks
+
+
 def as_shapes(program):
     b, s = program.labels.shape
     assert list(range(s)) == torch.arange(s).tolist() and s // 2 + 1 > 0
@@ -208,6 +214,7 @@ CASES = [
     of_all_ranks("`math.sqrt(labels.numel())`", by_root),
     of_all_ranks("`200 / labels.size(1)`", over_size),
     Case("tokens seen, times the data and context ranks", by(weighted_by(seen_by_all))),
+    Case("`torch.tensor([x, labels.numel()])`, summed over the context ranks", by(over_all)),
     Case("sizes of a batch as shapes, `x.view(b * s)`, `x.sum() / labels.numel()`", by(as_shapes)),
     told(
         "unlikelihood: `before[:, t] = seen; seen = seen.scatter(1, labels[:, t : t + 1], True)`", unlikely(carried)

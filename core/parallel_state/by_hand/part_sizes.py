@@ -5,6 +5,7 @@ and masks as well, where they are right: so nothing is said before they meet a t
 """
 
 import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
+from core.parallel_state.by_hand.functions import line_of_program
 from core.parallel_state.by_hand.numbers import plain_copy
 from core.parallel_state.by_hand.split_axes import Axes
 
@@ -92,13 +94,14 @@ def _of_all(name: str, *numbers: Any) -> Any:
 
 
 def _as_float(self: Any) -> float:
-    _take_for_rate(self)
+    # put into a tensor, to be summed over the ranks, it is read as a float, too
+    _take_for_rate(self, is_told="tensor(" not in line_of_program(sys._getframe(1)))
     return int.__float__(self)
 
 
-def _take_for_rate(size: Any) -> None:
+def _take_for_rate(size: Any, *, is_told: bool = True) -> None:
     size.as_floats.add(int(size))
-    if size.counts is not None:
+    if size.counts is not None and is_told:
         size.counts.tell()
 
 
