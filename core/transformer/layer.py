@@ -17,6 +17,7 @@ from core.parallel_state.by_hand.functions import (
     called_by_program,
     frame_of_program,
     line_of_program,
+    program_level,
 )
 from core.transformer.attention.qkv import LayerTables, Tables
 from core.transformer.dropout import residual_dropout
@@ -113,12 +114,13 @@ _OF_NAMES = re.compile(
 _COUNTER = re.compile(r"\+= 1\b")
 # of all modules or parameters; numbers of several weights are told where they are put together
 _COUNTED_AMONG = re.compile(
-    r"^(?!\s*assert\b)(?!.*\.(?:numel|nelement|norm|grad|data|square|pow|abs|sum|item|detach|mean|element_size)\b).*\b(?:sum|len|max)\("
+    r"^(?!\s*assert\b)(?!.*\.(?:numel|nelement|norm|grad|data|square|pow|abs|sum|item|detach|mean|element_size)\b).*\b(?:sum|len)\("
+    r"|\bmax\(.*\bint\(.*\.split\("
 )
 # in a loop over names: how many, or the last number
-_COUNTED_IN_LOOP = re.compile(r"\+= 1\b|\bmax\(.*\.split\(")
+_COUNTED_IN_LOOP = re.compile(r"\+= 1\b|\bmax\(.*\bint\(.*\.split\(")
 # a layer before or after another, which may be in another stage
-_BESIDE = re.compile(r"[-+]\s*\w+\W*(?:not\s+)?in\b")
+_BESIDE = re.compile(r"[-+]\s*\d+\W*(?:not\s+)?in\b")
 _NAMED = re.compile(r"^\s*(\w+)\s*=\s*(?:\[|\(|list\(|tuple\()")
 
 
@@ -218,7 +220,7 @@ class Layers(nn.ModuleDict):
             warnings.warn(
                 f"{says}; {self._share()}. The names are the layers' numbers in the whole model, `for number, layer "
                 "in layers.items()`; config.num_layers is how many there are",
-                stacklevel=3,
+                stacklevel=program_level(),
             )
 
     def _share(self) -> str:

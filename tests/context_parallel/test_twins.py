@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -55,7 +56,8 @@ TOLD = {
     "n + 1": lambda n: n + 1,
     "n / 2": lambda n: n / 2,
     "2 / n": lambda n: 2 / n,
-    "sqrt": math.sqrt,
+    "sqrt": lambda n: math.sqrt(n),
+    "over steps": lambda n: 100 / n,
     "n ** 0.5": lambda n: n**0.5,
     "n * 0.5": lambda n: n * 0.5,
     "2 n, where 4 ranks have all": lambda n: 2 * n / 3,
@@ -64,10 +66,19 @@ TOLD = {
 NOT_TOLD = {
     "times the ranks": lambda n: 0 + 4 * n / 3,
     "times the ranks and more": lambda n: (n * 8) ** 0.5,
+    "a divisor of a loss": lambda n: 1 / n,
     "a range": range,
     "one less": lambda n: n - 1,
     "a half of them": lambda n: n // 2,
     "a tensor": lambda n: torch.tensor([0.5, n]),
+    "a tensor of a float": lambda n: torch.full((1,), float(n)),
+    "an array": lambda n: np.array([0.5, n]),
+    "places": np.arange,
+    "chunks": lambda n: math.ceil(n / 5),
+    "sequences": lambda n: n / known_rows(8, 16),
+    "a sum over the ranks": lambda n: torch.tensor(sum([n, n])),
+    "by a modulus": lambda n: pow(n, 2, 5),
+    "a format": lambda n: f"{n:.2f}",
     "compared": lambda n: n > 3,
     "text": str,
 }

@@ -163,7 +163,9 @@ USES = {
     "counted modules": lambda layers: sum(1 for part in layers.modules() if hasattr(part, "self_attention")),
     "counted parameters": lambda layers: len([p for p in layers.parameters() if p.dim() > 1]),
     "counted names": lambda layers: sum("linear_proj" in name for name, _ in layers.named_parameters()),
-    "the layers beside": lambda layers: [str(int(n) + step) in layers for n, _ in layers.items() for step in (2, -2)],
+    "the layers beside": lambda layers: [str(int(n) + 2) in layers or str(int(n) - 2) in layers for n in ("0", "2")],
+    "by a number and another": lambda layers: [str(begin + place) in layers for begin in (0, 2) for place in (0, 1)],
+    "the widest name": lambda layers: max(name.count(".") for name, _ in layers.named_parameters()),
     "whether it is here": lambda layers: [str(n) in layers for n in range(4)],
     "the last number": lambda layers: max(int(name.split(".")[0]) for name, _ in layers.named_parameters()),
     "numbers in a loop": last_number,
@@ -185,6 +187,8 @@ def test_layers_that_are_taken_by_their_place_in_a_stage_are_told(ranks, use):
         "items of two",
         "modules in a loop",
         "whether it is here",
+        "by a number and another",
+        "the widest name",
     )
     for rank, messages in enumerate(ranks(said_of_layers, use, world=2)):
         assert len(messages) == by_place

@@ -1,9 +1,11 @@
 """What a program does by hand with the weights of stages before a Pipeline is made of them."""
 
 import copy
+import gc
 import math
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -48,6 +50,10 @@ def in_groups(parameters):
     return torch.optim.AdamW([{"params": matrices}, {"params": [p for p in parameters if p.dim() < 2]}])
 
 
+def memory_of(parameters):
+    return sum(p.numel() * p.element_size() for p in parameters)
+
+
 def copied(parameters):
     return [copy.deepcopy(p) for p in parameters], pickle.dumps([p.detach() for p in parameters])
 
@@ -59,6 +65,7 @@ HABITS = {
     by_name: "",
     in_groups: "",
     copied: "",
+    memory_of: "",
 }
 
 
@@ -101,6 +108,41 @@ def test_what_is_made_of_the_weights_of_a_stage(ranks, place, ends):
 def test_one_rank_has_all_stages(single):
     (model,) = gpt_stages(config("llama"), llama_spec(), VOCAB, 8, placement=(0,), parallel=single).values()
     assert model.before_pipeline is None and {type(p) for p in model.parameters()} == {nn.Parameter}
+
+
+def freed():
+    """Whether a stage that nobody has is gone, before and after a forward."""
+    gone = []
+    gc.collect()
+    gc.disable()
+    for runs in (False, True):
+        (model,) = stages(state(pp=2)).values()
+        if runs:
+            model(torch.zeros(2, 4, dtype=torch.int64) if model.pre_process else torch.zeros(4, 2, 32).double())
+        reference = weakref.ref(model)
+        del model
+        gone.append(reference() is None)
+    gc.enable()
+    return gone
+
+
+def test_a_stage_that_nobody_has_is_freed(ranks):
+    assert ranks(freed, world=2) == [[True, True]] * 2
+
+
+def told_twice():
+    mine = stages(state(pp=2))
+    parameters = [*next(iter(mine.values())).parameters()]
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        size_of(parameters)
+        Pipeline(mine, ps=state(pp=2), schedule="1f1b", num_microbatches=2)
+        size_of(parameters)
+    return len(found)
+
+
+def test_each_kind_is_told_once(ranks):
+    assert ranks(told_twice, world=2) == [1, 1]
 
 
 def steps():

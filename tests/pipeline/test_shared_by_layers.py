@@ -222,6 +222,12 @@ def by_torch(module):
         layer.register_forward_hook(lambda module, args, output: output + torch.rand(output.shape, generator=rng))
 
 
+def by_the_system(module):
+    rng = random.SystemRandom()
+    for layer in module:
+        dropped_by(layer, rng.random)
+
+
 def by_one_of_each(module):
     for layer in module:
         dropped_by(layer, random.Random(0).random)
@@ -241,7 +247,7 @@ HANDED_ON = {
 }
 DRAWN = {by_python: "draw", by_numpy: "draw", by_numpys_old: "rng", by_torch: "rng"}
 HANDED_ON |= DRAWN
-OF_EACH = [of_a_stage, of_one_layer, of_a_count, by_one_of_each]
+OF_EACH = [of_a_stage, of_one_layer, of_a_count, by_one_of_each, by_the_system]
 HABITS = [*HANDED_ON, *OF_EACH, by_attribute]
 
 

@@ -6,6 +6,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import torch.fx
 from torch import Tensor, nn
 
 _REDUCTIONS = """
@@ -81,7 +82,7 @@ def called_by_program(frame: Any) -> bool:
 
 def frame_of_program(frame: Any) -> Any:
     """The first of the frames from `frame` on that is neither torch's nor ours; None where there is none."""
-    while frame is not None and _is_ours_or_torchs(frame.f_globals.get("__name__", "")):
+    while frame is not None and _is_ours_or_torchs(frame):
         frame = frame.f_back
     return frame
 
@@ -89,12 +90,14 @@ def frame_of_program(frame: Any) -> Any:
 def program_level() -> int:
     """The `stacklevel` at which a warning of the function that asks is of the program's line."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _is_ours_or_torchs(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None and _is_ours_or_torchs(frame):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _is_ours_or_torchs(module: str) -> bool:
+def _is_ours_or_torchs(frame: Any) -> bool:
+    # code that is executed from a text may have None
+    module = str(frame.f_globals.get("__name__"))
     return module == "torch" or module.startswith(("torch.", "core."))
 
 
@@ -139,7 +142,8 @@ def replaced_forward(module: nn.Module) -> list[Any]:
     """The forward that a program has put in the place of a module's own, or its class's; [] where it has not."""
     # a traced module's class has none
     forward = vars(module).get("forward", getattr(type(module), "forward", None))
-    is_own = forward is None or is_foreign(type(module)) or not is_foreign(forward)
+    is_traced = isinstance(module, torch.fx.GraphModule)
+    is_own = is_traced or forward is None or is_foreign(type(module)) or not is_foreign(forward)
     return [] if is_own or _is_checkpoint(forward) else [forward]
 
 

@@ -4,7 +4,9 @@
 and masks as well, where they are right: so nothing is said before they meet a tensor's values.
 """
 
+import dis
 import operator
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +28,11 @@ _SCALING = """
     mul imul multiply div idiv divide truediv itruediv true_divide rdiv rtruediv pow ipow add iadd sub isub rsub
     scaled_dot_product_attention addcmul addcdiv lerp
 """
+
+
+_ROUNDED = re.compile(r"\b(?:ceil|floor|int|round)\(")
+_ROOTS = re.compile(r"\b(?:sqrt|log\d*|exp|pow|float|cos|sin|tanh)\(")
+_INTO_TENSOR = re.compile(r"\b(?:tensor|as_tensor|Tensor|full|array|asarray)\(")
 
 
 @dataclass(frozen=True)
@@ -62,24 +69,34 @@ def _following(base: type, name: str) -> Callable[..., Any]:
         # an int leaves the arithmetic with a float to that
         if result is NotImplemented and base is int and isinstance(others[0], float):
             result = getattr(float, name)(int.__float__(self), *others)
-        # of a tensor, or what else, which computes it itself
-        if type(result) not in (int, float):
+        # of a tensor, or what else, which computes it itself; `pow(n, 2, 5)`
+        if type(result) not in (int, float) or len(others) > 1:
             return result
         # times the number of ranks it is the size of all; a count of tokens goes on in a checkpoint
         counts = _counts_of(name, self, others)
         is_of_all = "mul" in name and (
             others == (self.ranks,) or (counts is not None and _are_of(counts.ranks, others[0]))
         )
-        if counts is not None and counts.is_total and "add" in name and torch.is_grad_enabled():
+        if is_of_all:
+            return result
+        if counts is not None and _goes_on(name, counts, others, result, _Line(sys._getframe(1))):
             counts.tell()
-        if is_of_all or (name == "__radd__" and self.whole is not None):
+        if name == "__radd__" and self.whole is not None:
             return result
         if base is int and type(result) is float:
-            _take_for_rate(self)
+            self.as_floats.add(int(self))
         whole = None if self.whole is None else _of_all(name, self, *others)
         return number_of_part(result, self.ranks, self.as_floats, whole, counts)
 
     return method
+
+
+def _goes_on(name: str, counts: RowCounts, others: tuple, result: Any, line: "_Line") -> bool:
+    """Whether a program counts over steps of a training, or makes a rate of it."""
+    if "add" in name:
+        return counts.is_total and torch.is_grad_enabled() and line.computes
+    # `1 / n` divides a loss
+    return type(result) is float and others != (1,) and line.makes_rate(name)
 
 
 def _of_all(name: str, *numbers: Any) -> Any:
@@ -94,21 +111,41 @@ def _of_all(name: str, *numbers: Any) -> Any:
 
 
 def _as_float(self: Any) -> float:
-    # put into a tensor, to be summed over the ranks, it is read as a float, too
-    _take_for_rate(self, is_told="tensor(" not in line_of_program(sys._getframe(1)))
+    self.as_floats.add(int(self))
+    if self.counts is not None and _Line(sys._getframe(1)).takes_root:
+        self.counts.tell()
     return int.__float__(self)
 
 
-def _take_for_rate(size: Any, *, is_told: bool = True) -> None:
-    size.as_floats.add(int(size))
-    if size.counts is not None and is_told:
-        size.counts.tell()
+class _Line:
+    """The line of a program in whose frame a method of a number is called."""
+
+    def __init__(self, frame: Any) -> None:
+        self._frame = frame
+
+    @property
+    def computes(self) -> bool:
+        """Whether it does so itself, not a function that it calls (`np.arange(n)`, `sum(counts)`)."""
+        code, place = self._frame.f_code.co_code, self._frame.f_lasti
+        return dis.opname[code[place]] == "BINARY_OP"
+
+    def makes_rate(self, name: str) -> bool:
+        """Whether a quotient is one; `math.ceil(n / 5)` is a number of chunks."""
+        is_rounded = name == "__truediv__" and _ROUNDED.search(line_of_program(self._frame))
+        return self.computes and not is_rounded
+
+    @property
+    def takes_root(self) -> bool:
+        """Whether it calls a function of `math`; put into a tensor a number is read as a float, too."""
+        line = line_of_program(self._frame)
+        return bool(_ROOTS.search(line)) and not _INTO_TENSOR.search(line)
 
 
 def _counts_of(name: str, number: Any, others: tuple) -> RowCounts | None:
     """Of what a method makes of these."""
     known = [x.counts for x in (number, *others) if isinstance(x, PartNumber) and x.counts]
-    if not known:
+    # in the quotient of two counts the ranks' numbers are gone
+    if not known or (len(known) > 1 and "div" in name):
         return None
     is_product = "mul" in name and isinstance(others[0], PartNumber)
     return replace(known[0], is_total=True) if is_product else known[0]

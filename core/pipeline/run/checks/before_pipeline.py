@@ -25,9 +25,10 @@ class BeforePipeline:
         return type(None), ()
 
     @torch.compiler.disable
-    def end(self) -> None:
-        """The module runs, or a pipeline listens: parameters are plain."""
+    def end(self) -> set[str]:
+        """The module runs, or a pipeline listens: parameters are plain. The kinds that were told."""
         self._arithmetic.end()
+        return self._arithmetic.told
 
 
 def listen_before_pipeline(ps: ParallelState, module: nn.Module) -> BeforePipeline | None:
@@ -35,11 +36,13 @@ def listen_before_pipeline(ps: ParallelState, module: nn.Module) -> BeforePipeli
     return BeforePipeline(ps, module) if ps.size("pp") > 1 else None
 
 
-def end_before_pipeline(modules: Iterable[nn.Module]) -> None:
-    """A pipeline is made of these, and listens itself."""
+def end_before_pipeline(modules: Iterable[nn.Module]) -> set[str]:
+    """A pipeline is made of these, and listens itself, to what was not told yet: the kinds that were."""
+    told: set[str] = set()
     for module in modules:
         for part in module.modules():
             before = vars(part).get(_ATTRIBUTE)
             if isinstance(before, BeforePipeline):
-                before.end()
+                told |= before.end()
                 setattr(part, _ATTRIBUTE, None)
+    return told

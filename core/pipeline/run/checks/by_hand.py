@@ -4,20 +4,26 @@ gradients of one rank's stages."""
 import math
 import sys
 import warnings
-from collections.abc import Sequence
+import weakref
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from core.parallel_state.by_hand import WHOLE_NORM, ByHand, Heard
-from core.parallel_state.by_hand.functions import frame_of_program, program_level
+from core.parallel_state.by_hand.functions import (
+    frame_of_program,
+    line_of_program,
+    program_level,
+)
 from core.parallel_state.by_hand.read_numbers import is_kept_by_name
 from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
 # numbers that nobody follows from there on
+_COUNTS = ("numel", "nelement")
 _TAKES_OUT = ("numpy", "array", "tolist", "float")
 # steps between two looks at an accelerator's numbers: each look waits for it
 READ_EVERY = 64
@@ -37,20 +43,33 @@ class StageArithmetic:
     """
 
     def __init__(
-        self, ps: ParallelState, modules: Sequence[nn.Module], sums: Hears | None = None
+        self,
+        ps: ParallelState,
+        modules: Sequence[nn.Module],
+        sums: Hears | None = None,
+        told: Collection[str] = (),
     ) -> None:
         self._pipeline = ps.group("pp")
-        self._modules = modules
+        # a module may have this: without cycles it is freed where nobody has it any more
+        self._references = [weakref.ref(module) for module in modules]
         self._sums = sums
         self._parameters = [p for module in modules for p in module.parameters()]
         # of parameters whose gradients were reduced
         self._reduced_ids: set[int] = set()
         self._taken_ids: set[int] = set()
-        self._warned_of: set[str] = set()
+        self.told = {*told}
         self._numbers = StageNumbers()
         # how many there are to be scaled
         self._gradients = 0
-        self._by_hand = ByHand(self._hear, gradients=True, numbers=True, states=True)
+        hear = weakref.WeakMethod(self._hear)
+        self._by_hand = ByHand(
+            lambda heard: (hear() or _nothing)(heard), gradients=True, numbers=True, states=True
+        )
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        found = [reference() for reference in self._references]
+        return [module for module in found if module is not None]
 
     def open(self, *, look_again: bool = False) -> None:
         """Until `close`; look_again: for parameters that were replaced or added."""
@@ -73,11 +92,12 @@ class StageArithmetic:
     def end(self) -> None:
         """Nothing is listened to again."""
         self._by_hand.end()
+        self._parameters = []
 
     @property
     def has_told_of_gradients(self) -> bool:
         """Whether a norm by hand, of which such a number comes mostly, was told."""
-        return "gradients" in self._warned_of
+        return "gradients" in self.told
 
     def numbers(self, device: torch.device) -> Tensor:
         """What `StageNumbers.as_tensor` gives of this step."""
@@ -113,9 +133,12 @@ class StageArithmetic:
                 )
         elif heard.kind == "combined" and heard.of_gradient:
             self._warn_of_gradients()
+        elif heard.name in _COUNTS and "element_size" in line_of_program(sys._getframe()):
+            # how much memory this rank's take
+            return
         elif heard.kind == "combined" or (is_reduction and heard.joined and not heard.of_gradient):
             self._warn_once(
-                "counts" if heard.name in ("numel", "nelement") else "weights",
+                "counts" if heard.name in _COUNTS else "weights",
                 f"{heard.name} by hand of several weights is of this rank's stages; sum, or take the largest, over "
                 "parallel_state.get_pipeline_model_parallel_group()",
             )
@@ -144,9 +167,13 @@ class StageArithmetic:
         )
 
     def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._warned_of:
-            self._warned_of.add(kind)
+        if kind not in self.told:
+            self.told.add(kind)
             warnings.warn(message, stacklevel=program_level())
+
+
+def _nothing(heard: Heard) -> None:
+    """Nobody listens any more."""
 
 
 class StageNumbers:

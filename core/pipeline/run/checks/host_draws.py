@@ -44,7 +44,9 @@ def generator_of(value: Any) -> Any:
     found = getattr(value, "__self__", value)
     numpy = sys.modules.get("numpy")
     of_numpy = (numpy.random.Generator, numpy.random.RandomState) if numpy is not None else ()
-    return found if isinstance(found, (random.Random, torch.Generator, *of_numpy)) else None
+    is_one = isinstance(found, (random.Random, torch.Generator, *of_numpy))
+    # the system's has no state, and no seed
+    return found if is_one and not isinstance(found, random.SystemRandom) else None
 
 
 def state_of(generator: Any) -> Any:

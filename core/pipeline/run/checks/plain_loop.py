@@ -181,8 +181,7 @@ class PlainLoopWatch:
         self._scales = ScaleWatch(ps, modules) if owns_updates else None
         self.updates = StageUpdates(ps, modules, compares_writes=owns_updates)
         self._ps = ps
-        end_before_pipeline(modules)
-        self._arithmetic = StageArithmetic(ps, modules, sums)
+        self._arithmetic = StageArithmetic(ps, modules, sums, told=end_before_pipeline(modules))
         self._collected = CollectedStatistics(stages, ps.size("pp"))
         self._shared = SharedByLayers(stages, ps.size("pp"))
         self._around = OnEveryStage(stages, ps.size("pp"))
