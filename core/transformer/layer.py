@@ -112,13 +112,14 @@ _OF_NAMES = re.compile(
     r"\benumerate\(|\bnext\(|[\])]\s*\[|(?<!: )\b(\w+)\s+for\s+(?:.*\bfor\s+)?\(?\w+\s*,\s*\1\)?\s+in\b"
 )
 _COUNTER = re.compile(r"\+= 1\b")
+_LAST_NUMBER = r"|\bmax\(.*\bint\(.*\.split\("
 # of all modules or parameters; numbers of several weights are told where they are put together
 _COUNTED_AMONG = re.compile(
     r"^(?!\s*assert\b)(?!.*\.(?:numel|nelement|norm|grad|data|square|pow|abs|sum|item|detach|mean|element_size)\b).*\b(?:sum|len)\("
-    r"|\bmax\(.*\bint\(.*\.split\("
+    + _LAST_NUMBER
 )
 # in a loop over names: how many, or the last number
-_COUNTED_IN_LOOP = re.compile(r"\+= 1\b|\bmax\(.*\bint\(.*\.split\(")
+_COUNTED_IN_LOOP = re.compile(r"\+= 1\b" + _LAST_NUMBER)
 # a layer before or after another, which may be in another stage
 _BESIDE = re.compile(r"[-+]\s*\d+\W*(?:not\s+)?in\b")
 _NAMED = re.compile(r"^\s*(\w+)\s*=\s*(?:\[|\(|list\(|tuple\()")

@@ -82,6 +82,7 @@ def heard(place, ends):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         [*HABITS][place](list(model.parameters()))
+    assert {w.filename for w in found} <= {__file__}, "a warning is of the program's line"
     if ends == "a forward":
         x = torch.zeros(4, 2, 32, dtype=torch.float64)
         model(torch.zeros(2, 4, dtype=torch.int64) if model.pre_process else x)
@@ -119,15 +120,15 @@ def freed():
         (model,) = stages(state(pp=2)).values()
         if runs:
             model(torch.zeros(2, 4, dtype=torch.int64) if model.pre_process else torch.zeros(4, 2, 32).double())
-        reference = weakref.ref(model)
+        references = [weakref.ref(model), weakref.ref(next(model.parameters()))]
         del model
-        gone.append(reference() is None)
+        gone += [reference() is None for reference in references]
     gc.enable()
     return gone
 
 
 def test_a_stage_that_nobody_has_is_freed(ranks):
-    assert ranks(freed, world=2) == [[True, True]] * 2
+    assert ranks(freed, world=2) == [[True] * 4] * 2
 
 
 def told_twice():
@@ -136,13 +137,16 @@ def told_twice():
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         size_of(parameters)
-        Pipeline(mine, ps=state(pp=2), schedule="1f1b", num_microbatches=2)
+        pipeline = Pipeline(mine, ps=state(pp=2), schedule="1f1b", num_microbatches=2)
         size_of(parameters)
-    return len(found)
+        # another kind is heard
+        deviation_of(parameters)
+    pipeline.close()
+    return [w.filename for w in found]
 
 
-def test_each_kind_is_told_once(ranks):
-    assert ranks(told_twice, world=2) == [1, 1]
+def test_each_kind_is_told_once_and_of_the_line_of_the_program(ranks):
+    assert ranks(told_twice, world=2) == [[__file__] * 2] * 2
 
 
 def steps():

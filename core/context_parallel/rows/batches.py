@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from core.context_parallel.rows.counts import RowCounts
 from core.context_parallel.rows.factors import RowFactors
 from core.context_parallel.rows.follower import FollowsRows
 from core.context_parallel.rows.places import joins_rows
@@ -22,7 +23,7 @@ from core.context_parallel.rows.sequences import NUM_SEQUENCES, keep_sequences
 from core.context_parallel.rows.wholes import Wholes
 from core.parallel_state.by_hand import split_axes
 from core.parallel_state.by_hand.listened_tensor import unmark
-from core.parallel_state.by_hand.part_sizes import RowCounts, counted, number_of_part
+from core.parallel_state.by_hand.part_sizes import counted, number_of_part
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, outcome_of
 from core.parallel_state.by_hand.split_names import LINEAR
@@ -172,7 +173,7 @@ class BatchRows(FollowsRows):
         if any(type(x) is Tensor and x.requires_grad for x in leaves):
             # sums of losses are compared in backward
             for x in changed:
-                if x.numbers is None and split_axes.is_split(x.axes):  # type: ignore[attr-defined]
+                if x.numbers is None and split_axes.is_split(x.axes):
                     self.tell(x, f"comes to the loss by {name}")
         elif not changed and joins_rows(name, args, call.kwargs):
             written = args[0] if name == "setitem" else result
@@ -285,7 +286,7 @@ class BatchRows(FollowsRows):
             # who writes rows of other ranks has thought of them; a number is written into a shift's end by habit
             is_own = not isinstance(value, Tensor) and any(x is c for c in changed)
             if is_own or any(value is c for c in changed):
-                x.counted = x.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
+                x.counted = x.detach().as_subclass(Tensor).clone()
             return
         self.factors.note("setitem", [x], (index, value), {})
         try:
@@ -295,7 +296,7 @@ class BatchRows(FollowsRows):
         if isinstance(outcome, Finding):
             self._tell_of_places("setitem", x)
         elif changed:
-            self._set(x, changed[0].partial, x.axes, changed[0].numbers)  # type: ignore[attr-defined]
+            self._set(x, changed[0].partial, x.axes, changed[0].numbers)
 
     def inherit(self, call: Call, changed: list[SplitTensor]) -> None:
         """What is made of sums or shifts is one, too; sums that rows are divided by are kept, to be compared."""
@@ -303,8 +304,8 @@ class BatchRows(FollowsRows):
         first = changed[0]
         numbers: tuple[Tensor, ...] | None = ()
         for x in changed:
-            if numbers is not None and x.numbers is not None:  # type: ignore[attr-defined]
-                numbers += x.numbers  # type: ignore[attr-defined]
+            if numbers is not None and x.numbers is not None:
+                numbers += x.numbers
             else:
                 numbers = None
         # whether a sequence has tokens
@@ -343,8 +344,8 @@ class BatchRows(FollowsRows):
         if isinstance(tensor, SplitTensor):
             tensor.partial = name
             tensor.axes = axes
-            tensor.numbers = numbers  # type: ignore[attr-defined]
-            tensor.counted = tensor.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
+            tensor.numbers = numbers
+            tensor.counted = tensor.detach().as_subclass(Tensor).clone()
 
     def numbers(self, tensor: SplitTensor, result: Any) -> Any:
         """Sums of this rank's rows as numbers that are known again where they divide rows."""
@@ -371,7 +372,7 @@ def with_rows_alone(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[st
 
 def is_changed(x: SplitTensor) -> bool:
     """Whether a function across rows made it, and nobody has written the ranks' sum into it since."""
-    return bool(x.partial) and torch.equal(x, x.counted)  # type: ignore[attr-defined]
+    return bool(x.partial) and torch.equal(x, x.counted)
 
 
 def _known_again(number: Any) -> Any:

@@ -19,11 +19,10 @@ class Divisors:
 
     def meet(self, name: str, x: SplitTensor) -> None:
         """`x`, made across a batch's rows, meets rows of losses by a function `name`: told, or to be compared."""
-        numbers: tuple[Tensor, ...] | None = x.numbers  # type: ignore[attr-defined]
-        if numbers is None:
+        if x.numbers is None:
             self._batch.tell(x, f"comes to the loss by {name}")
             return
-        for number in numbers:
+        for number in x.numbers:
             self.note(number, x.partial)
 
     def note(self, number: Tensor, made_by: str) -> None:

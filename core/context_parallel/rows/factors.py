@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
-from core.parallel_state.by_hand.part_sizes import plain_number
 from core.parallel_state.by_hand.split_tensor import SplitTensor
 from core.parallel_state.collectives.checks import fingerprint
 
@@ -107,7 +106,7 @@ class RowFactors:
             for x in args:
                 if isinstance(x, (int, float)) and not isinstance(x, bool):
                     self._scalars += 1
-                    self._of_scalars += self._scalars * plain_number(x)
+                    self._of_scalars += self._scalars * float(x)
 
     @torch.no_grad()
     def note(self, name: str, inputs: list[SplitTensor], args: tuple, kwargs: dict) -> None:

@@ -37,7 +37,7 @@ from core.context_parallel.rows.totals import (
 from core.context_parallel.rows.uses import is_compared
 from core.context_parallel.rows.verdicts import verdicts
 from core.parallel_state.by_hand.listened_tensor import unmark
-from core.parallel_state.by_hand.part_sizes import PartNumber, plain_number
+from core.parallel_state.by_hand.part_sizes import PartNumber
 from core.parallel_state.by_hand.split_axes import Axes
 from core.parallel_state.by_hand.split_functions import Finding, Followed, outcome_of
 from core.parallel_state.by_hand.split_names import kind_of
@@ -173,7 +173,7 @@ class Sums(FollowsRows):
             self._divisors.meet(name, x)
         for number in args:
             if isinstance(number, PartNumber) and isinstance(number, (int, float)):
-                self._divisors.note(torch.tensor(plain_number(number)), "a sum")
+                self._divisors.note(torch.tensor(float(number)), "a sum")
 
     def listening(self, hook: Any, axes: Axes) -> Any:
         """A hook on the gradient of rows."""
@@ -245,7 +245,7 @@ class Sums(FollowsRows):
             if isinstance(tensor, Tensor) and (is_place or reads.may_count(tensor)):
                 self.mark(tensor, None, name)
             if isinstance(tensor, SplitTensor):
-                tensor.counted = tensor.detach().as_subclass(Tensor).clone()  # type: ignore[attr-defined]
+                tensor.counted = tensor.detach().as_subclass(Tensor).clone()
 
     def _follow_statistic(self, call: Call) -> None:
         """Told where it meets what has a gradient, unless somebody has summed it over the ranks meanwhile."""

@@ -7,7 +7,7 @@ import dis
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FrameType
 
 from core.parallel_state.by_hand.functions import frame_of_program
 
@@ -31,6 +31,24 @@ def is_logarithm() -> bool:
     return _is_used(_takes_logarithm)
 
 
+def computes(frame: FrameType) -> bool:
+    """Whether the code in `frame` does so itself, not a function that it calls (`np.arange(n)`, `sum(counts)`)."""
+    return _operation_at(frame.f_code, frame.f_lasti) == "BINARY_OP"
+
+
+def rounds(frame: FrameType) -> bool:
+    """Whether its line makes whole numbers."""
+    line, _ = _line_of_call(frame.f_code, frame.f_lasti)
+    return _calls(line, "ceil", "floor", "int", "round")
+
+
+def takes_root(frame: FrameType) -> bool:
+    """Whether its line asks a function for one, or the like, and puts nothing into a tensor."""
+    line, _ = _line_of_call(frame.f_code, frame.f_lasti)
+    is_put = _calls(line, "tensor", "as_tensor", "Tensor", "full", "array", "asarray")
+    return not is_put and _calls(line, "sqrt", "exp", "pow", "float", "cos", "sin", "tanh")
+
+
 def _is_used(how: Callable[[_Line], bool]) -> bool:
     frame = frame_of_program(sys._getframe(1))
     for _ in range(_DEPTH):
@@ -43,6 +61,13 @@ def _is_used(how: Callable[[_Line], bool]) -> bool:
             return bool(name) and _is_name_used(frame.f_code, name, how)
         frame = frame.f_back
     return False
+
+
+@lru_cache(256)
+def _operation_at(code: CodeType, place: int) -> str:
+    # `place` may be that of a cache behind it
+    before = [i.opname for i in dis.get_instructions(code) if i.offset <= place]
+    return before[-1] if before else ""
 
 
 @lru_cache(256)

@@ -4,19 +4,14 @@
 and masks as well, where they are right: so nothing is said before they meet a tensor's values.
 """
 
-import dis
 import operator
-import re
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils import _pytree as pytree
 
 from core.parallel_state.by_hand import split_axes
-from core.parallel_state.by_hand.functions import line_of_program
 from core.parallel_state.by_hand.numbers import plain_copy
 from core.parallel_state.by_hand.split_axes import Axes
 
@@ -30,21 +25,20 @@ _SCALING = """
 """
 
 
-_ROUNDED = re.compile(r"\b(?:ceil|floor|int|round)\(")
-_ROOTS = re.compile(r"\b(?:sqrt|log\d*|exp|pow|float|cos|sin|tanh)\(")
-_INTO_TENSOR = re.compile(r"\b(?:tensor|as_tensor|Tensor|full|array|asarray)\(")
+class Counts(Protocol):
+    """Who hears what a program makes of a count of one rank's rows."""
 
+    def is_of_all(self, factor: Any) -> bool:
+        """Whether a count times `factor` is that of all rows."""
 
-@dataclass(frozen=True)
-class RowCounts:
-    """`tell()` is called where a program counts one rank's rows over steps of a training, or makes a rate of a count.
+    def of_product(self) -> "Counts":
+        """Of a count times another."""
 
-    ranks: that have all rows, by which a count is multiplied to be of all. is_total: of several sequences.
-    """
+    def made(self, name: str, others: tuple, result: Any) -> None:
+        """A method of the number, called by whom called its caller, has made `result` of it and `others`."""
 
-    tell: Callable[[], None]
-    ranks: int
-    is_total: bool = False
+    def taken(self) -> None:
+        """It was asked for a float, likewise."""
 
 
 class PartNumber:
@@ -58,7 +52,7 @@ class PartNumber:
     ranks: int
     as_floats: set[int]
     whole: Any
-    counts: RowCounts | None
+    counts: Counts | None
 
 
 def _following(base: type, name: str) -> Callable[..., Any]:
@@ -75,12 +69,12 @@ def _following(base: type, name: str) -> Callable[..., Any]:
         # times the number of ranks it is the size of all; a count of tokens goes on in a checkpoint
         counts = _counts_of(name, self, others)
         is_of_all = "mul" in name and (
-            others == (self.ranks,) or (counts is not None and _are_of(counts.ranks, others[0]))
+            others == (self.ranks,) or (counts is not None and counts.is_of_all(others[0]))
         )
         if is_of_all:
             return result
-        if counts is not None and _goes_on(name, counts, others, result, _Line(sys._getframe(1))):
-            counts.tell()
+        if counts is not None:
+            counts.made(name, others, result)
         if name == "__radd__" and self.whole is not None:
             return result
         if base is int and type(result) is float:
@@ -89,14 +83,6 @@ def _following(base: type, name: str) -> Callable[..., Any]:
         return number_of_part(result, self.ranks, self.as_floats, whole, counts)
 
     return method
-
-
-def _goes_on(name: str, counts: RowCounts, others: tuple, result: Any, line: "_Line") -> bool:
-    """Whether a program counts over steps of a training, or makes a rate of it."""
-    if "add" in name:
-        return counts.is_total and torch.is_grad_enabled() and line.computes
-    # `1 / n` divides a loss
-    return type(result) is float and others != (1,) and line.makes_rate(name)
 
 
 def _of_all(name: str, *numbers: Any) -> Any:
@@ -112,48 +98,19 @@ def _of_all(name: str, *numbers: Any) -> Any:
 
 def _as_float(self: Any) -> float:
     self.as_floats.add(int(self))
-    if self.counts is not None and _Line(sys._getframe(1)).takes_root:
-        self.counts.tell()
+    if self.counts is not None:
+        self.counts.taken()
     return int.__float__(self)
 
 
-class _Line:
-    """The line of a program in whose frame a method of a number is called."""
-
-    def __init__(self, frame: Any) -> None:
-        self._frame = frame
-
-    @property
-    def computes(self) -> bool:
-        """Whether it does so itself, not a function that it calls (`np.arange(n)`, `sum(counts)`)."""
-        code, place = self._frame.f_code.co_code, self._frame.f_lasti
-        return dis.opname[code[place]] == "BINARY_OP"
-
-    def makes_rate(self, name: str) -> bool:
-        """Whether a quotient is one; `math.ceil(n / 5)` is a number of chunks."""
-        is_rounded = name == "__truediv__" and _ROUNDED.search(line_of_program(self._frame))
-        return self.computes and not is_rounded
-
-    @property
-    def takes_root(self) -> bool:
-        """Whether it calls a function of `math`; put into a tensor a number is read as a float, too."""
-        line = line_of_program(self._frame)
-        return bool(_ROOTS.search(line)) and not _INTO_TENSOR.search(line)
-
-
-def _counts_of(name: str, number: Any, others: tuple) -> RowCounts | None:
+def _counts_of(name: str, number: Any, others: tuple) -> Counts | None:
     """Of what a method makes of these."""
     known = [x.counts for x in (number, *others) if isinstance(x, PartNumber) and x.counts]
     # in the quotient of two counts the ranks' numbers are gone
     if not known or (len(known) > 1 and "div" in name):
         return None
     is_product = "mul" in name and isinstance(others[0], PartNumber)
-    return replace(known[0], is_total=True) if is_product else known[0]
-
-
-def _are_of(ranks: int, number: Any) -> bool:
-    """Whether a number of the program's is that of all ranks, or a multiple: of rows it is one of ours."""
-    return type(number) is int and number > 1 and number % ranks == 0
+    return known[0].of_product() if is_product else known[0]
 
 
 def _class(base: type, **more: Any) -> type:
@@ -170,7 +127,7 @@ def number_of_part(
     ranks: int,
     as_floats: set[int],
     whole: float | None = None,
-    counts: RowCounts | None = None,
+    counts: Counts | None = None,
 ) -> Any:
     """`number`, made of a part that one of `ranks` ranks has, known again; the others: as of `PartNumber`."""
     result = _CLASS_OF[type(number)](number)
@@ -181,16 +138,11 @@ def number_of_part(
     return result
 
 
-def counted(size: int, counts: RowCounts) -> Any:
+def counted(size: int, counts: Counts) -> Any:
     """A size of a batch's rows, or beside one: known again where a program counts by it."""
     known = size if isinstance(size, PartNumber) else number_of_part(size, 0, set(), whole=size)
     known.counts = counts if known.whole != known else None
     return known
-
-
-def plain_number(number: float) -> float:
-    """A float of what may know more, which is not asked."""
-    return float(int.__add__(number, 0) if isinstance(number, int) else float.__add__(number, 0.0))
 
 
 def whole_number(x: Any) -> Any:

@@ -38,6 +38,9 @@ class SplitTensor(ListenedTensor):
     axes: Axes
     partial: str  # the function that made a rank's part of a sum; "" where it is no such sum
     seen_by: "weakref.ref[Follower]"
+    # of what is made of a batch's rows: the sums in it, None where they are of no use; its values when it was made
+    numbers: tuple[Tensor, ...] | None
+    counted: Tensor
 
     @classmethod
     def __torch_function__(

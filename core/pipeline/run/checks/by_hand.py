@@ -22,8 +22,8 @@ from core.parallel_state.collectives.groups import ranks_of
 from core.parallel_state.layout import layout_of
 from core.parallel_state.state import ParallelState
 
-# numbers that nobody follows from there on
 _COUNTS = ("numel", "nelement")
+# numbers that nobody follows from there on
 _TAKES_OUT = ("numpy", "array", "tolist", "float")
 # steps between two looks at an accelerator's numbers: each look waits for it
 READ_EVERY = 64
@@ -61,10 +61,13 @@ class StageArithmetic:
         self._numbers = StageNumbers()
         # how many there are to be scaled
         self._gradients = 0
-        hear = weakref.WeakMethod(self._hear)
-        self._by_hand = ByHand(
-            lambda heard: (hear() or _nothing)(heard), gradients=True, numbers=True, states=True
-        )
+        own = weakref.ref(self)
+
+        def hear(heard: Heard) -> None:
+            if (arithmetic := own()) is not None:
+                arithmetic._hear(heard)
+
+        self._by_hand = ByHand(hear, gradients=True, numbers=True, states=True)
 
     @property
     def _modules(self) -> list[nn.Module]:
@@ -170,10 +173,6 @@ class StageArithmetic:
         if kind not in self.told:
             self.told.add(kind)
             warnings.warn(message, stacklevel=program_level())
-
-
-def _nothing(heard: Heard) -> None:
-    """Nobody listens any more."""
 
 
 class StageNumbers:
